@@ -26,7 +26,15 @@ CUSTOM_PIPELINES = {
 }
 
 # Keys that other libraries write into a config and that look like ours without being a misspelling of them.
-FOREIGN_KEYS = ("sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id", "num_labels", "num_layers")
+FOREIGN_KEYS = (
+    "sep_token_id",
+    "cls_token_id",
+    "mask_token_id",
+    "unk_token_id",
+    "num_labels",
+    "num_layers",
+    "layer_norm_epsilon",
+)
 
 
 @strict

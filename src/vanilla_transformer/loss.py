@@ -8,7 +8,7 @@ Shapes: N target words, D d_model, W vocabulary.
 
 import torch
 
-CHUNK_BYTES = 16 * 2**20  # logits held at once: large enough for fast products, small enough to stay in the cache
+CHUNK_BYTES = 32 * 2**20  # logits held at once: large enough for fast products, small enough to be kept in a cache
 
 
 def label_smoothed_loss(
@@ -40,43 +40,52 @@ def label_smoothed_loss(
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
-    """The gradient of a row of logits needs that row alone, so it is computed along with the loss, chunk by chunk."""
+    """The loss and both gradients in one pass over the rows, since a row of logits is all that its gradient needs.
+
+    With E = exp(logits - max) and Z its row sums, softmax is E / Z and d loss / d logits = E / Z - (1 - e) * one-hot
+    - e / W. Only E is as large as the logits. Division by Z, the one-hot and the constant are applied to the products
+    with it, which have D columns in place of W; so is the mean of the logits, which is the product with the mean word.
+    """
 
     @staticmethod
     def forward(ctx, hidden_states, weight, labels, label_smoothing):
         device = hidden_states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        size, vocab_size = labels.numel(), weight.shape[0]
-        rows = max(1, CHUNK_BYTES // (vocab_size * 4))
-        wants_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        d_hidden = torch.empty_like(hidden_states) if wants_gradient else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
+        vocab_size = weight.shape[0]
+        rows = max(1, min(labels.numel(), CHUNK_BYTES // (vocab_size * 4)))
+        wants_gradient = any(ctx.needs_input_grad)
         with torch.autocast(device, enabled=False):
-            projection = weight.to(dtype)
-            for start in range(0, size, rows):
-                hidden = hidden_states[start : start + rows].to(dtype)
-                label = labels[start : start + rows].unsqueeze(-1)  # (n, 1)
-                logits = (hidden @ projection.T).float()  # (n, W)
-                log_sum = logits.logsumexp(dim=-1, keepdim=True)  # (n, 1)
-                total += log_sum.sum() - (1 - label_smoothing) * logits.gather(1, label).sum()
-                if label_smoothing:
-                    total -= label_smoothing * logits.mean(dim=-1).sum()
+            hidden_states = hidden_states.detach().to(dtype)
+            projection = weight.detach().to(dtype)
+            mean_word = weight.detach().mean(dim=0, dtype=torch.float32)  # (D,)
+            total = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
+            d_hidden = torch.empty_like(hidden_states) if wants_gradient else None
+            d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else None
+            buffer = projection.new_empty(rows, vocab_size)
+            for start in range(0, labels.numel(), rows):
+                hidden, label = hidden_states[start : start + rows], labels[start : start + rows]  # (n, D), (n,)
+                logits = torch.mm(hidden, projection.T, out=buffer[: len(label)]).float()  # (n, W)
+                highest = logits.amax(dim=-1, keepdim=True)  # (n, 1)
+                label_logits = logits.gather(1, label.unsqueeze(-1))  # (n, 1)
+                exps = logits.sub_(highest).exp_()  # (n, W)
+                sums = exps.sum(dim=-1, keepdim=True)  # (n, 1)
+                mean_logits = hidden.float() @ mean_word  # (n,)
+                total += (sums.log() + highest).sum() - (1 - label_smoothing) * label_logits.sum()
+                total -= label_smoothing * mean_logits.sum()
                 if not wants_gradient:
                     continue
-                # d loss / d logits = softmax - (1 - e) * one-hot(label) - e / W, made where the logits were.
-                d_logits = logits.sub_(log_sum).exp_()
-                if label_smoothing:
-                    d_logits.sub_(label_smoothing / vocab_size)
-                d_logits.scatter_add_(1, label, d_logits.new_full(label.shape, label_smoothing - 1))
-                d_logits = d_logits.to(dtype)
-                d_hidden[start : start + rows] = d_logits @ projection
+                exps = exps.to(dtype)
+                d_rows = (exps @ projection).float() / sums  # (n, D)
+                d_rows -= (1 - label_smoothing) * projection.index_select(0, label) + label_smoothing * mean_word
+                d_hidden[start : start + rows] = d_rows
                 if dtype == torch.float32:
-                    d_weight.addmm_(d_logits.T, hidden)
+                    d_weight.addmm_(exps.T, hidden / sums)
                 else:
-                    d_weight += d_logits.T @ hidden
-        if wants_gradient:
-            ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+                    d_weight += exps.T @ (hidden / sums).to(dtype)
+                d_weight.index_add_(0, label, hidden.float(), alpha=label_smoothing - 1)
+            if wants_gradient:
+                d_weight -= label_smoothing / vocab_size * hidden_states.sum(dim=0, dtype=torch.float32)
+                ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
         return total
 
     @staticmethod

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -33,6 +34,10 @@ from .pipeline_vanilla_transformer import TranslationPipeline  # noqa: F401  (so
 
 # transformers renamed the cache in its masks and outputs from `past_key_values` (below 5.24) to `cache`.
 CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
+# `forward` takes both names; the warning about the older one comes only where it is the older one.
+accepts_past_key_values = deprecate_kwarg(
+    "past_key_values", version="6.0.0" if CACHE == "cache" else "5.0.0", new_name="cache"
+)
 
 
 def sinusoids(positions: torch.Tensor, d_model: int) -> torch.Tensor:
@@ -462,6 +467,7 @@ class VanillaTransformerDecoder(VanillaTransformerPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs
+    @accepts_past_key_values
     def forward(
         self,
         input_ids=None,
@@ -469,7 +475,6 @@ class VanillaTransformerDecoder(VanillaTransformerPreTrainedModel):
         encoder_hidden_states=None,
         encoder_attention_mask=None,
         cache=None,
-        past_key_values=None,
         inputs_embeds=None,
         position_ids=None,
         use_cache=None,
@@ -493,7 +498,6 @@ class VanillaTransformerDecoder(VanillaTransformerPreTrainedModel):
         Raises:
             ValueError: not exactly one of ids and embeddings, or a mask of another shape.
         """
-        cache = past_key_values if cache is None else cache
         cached = 0 if cache is None else cache.get_seq_length()  # P
         self._check_inputs("decoder_", input_ids, inputs_embeds, attention_mask, cached)
         if inputs_embeds is None:
@@ -547,6 +551,7 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
         return _resize_all_embeddings(self, super()._resize_token_embeddings, new_num_tokens, pad_to_multiple_of, mean_resizing)
 
     @can_return_tuple
+    @accepts_past_key_values
     def forward(
         self,
         input_ids=None,
@@ -555,7 +560,6 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
         decoder_attention_mask=None,
         encoder_outputs=None,
         cache=None,
-        past_key_values=None,
         inputs_embeds=None,
         decoder_inputs_embeds=None,
         decoder_position_ids=None,
@@ -598,7 +602,7 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
             attention_mask=decoder_attention_mask,
             encoder_hidden_states=memory,
             encoder_attention_mask=attention_mask,
-            cache=past_key_values if cache is None else cache,
+            cache=cache,
             inputs_embeds=decoder_inputs_embeds,
             position_ids=decoder_position_ids,
             use_cache=use_cache,
@@ -668,6 +672,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     @can_return_tuple
+    @accepts_past_key_values
     def forward(
         self,
         input_ids=None,
@@ -676,7 +681,6 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         decoder_attention_mask=None,
         encoder_outputs=None,
         cache=None,
-        past_key_values=None,
         inputs_embeds=None,
         decoder_inputs_embeds=None,
         decoder_position_ids=None,
@@ -695,7 +699,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
                 -100. `Trainer` gives the labels of all micro-batches, so that accumulation changes nothing.
             logits_to_keep: give logits for the last so many positions only; 0 for all.
             input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, cache,
-                past_key_values, inputs_embeds, decoder_inputs_embeds, decoder_position_ids, use_cache: as in
+                inputs_embeds, decoder_inputs_embeds, decoder_position_ids, use_cache: as in
                 `VanillaTransformerModel.forward`. With labels, no cache is made.
 
         Returns:
@@ -717,7 +721,7 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
             encoder_outputs=encoder_outputs,
-            cache=past_key_values if cache is None else cache,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             decoder_position_ids=decoder_position_ids,

@@ -1,0 +1,180 @@
+"""Checkpoints: folders that `from_pretrained` loads, written whole or not at all, and their average (section 6.1)."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+WEIGHTS = "model.safetensors"
+STATE = "state"  # what resuming needs beyond the model; only the newest checkpoint keeps it
+NAME = re.compile(r"step-(\d+)")
+
+
+def write_folder(folder: str | Path, write: Callable[[Path], None], overwrite: bool = False):
+    """Write a folder aside, force it to the disk and rename it, so that it is never seen half-written.
+
+    Args:
+        folder: the folder's name in the end.
+        write: fills the folder that it is given.
+        overwrite: replace a folder of that name.
+
+    Raises:
+        FileExistsError: there is one already, and `overwrite` is not set.
+    """
+    folder = Path(folder)
+    if folder.exists() and not overwrite:
+        raise FileExistsError(f"{folder} exists already: choose another name, or ask for it to be overwritten")
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        write(aside)
+        for path in aside.rglob("*"):
+            _fsync(path)
+        if folder.exists():
+            replaced = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+            aside.rename(folder)
+            shutil.rmtree(replaced)
+        else:
+            aside.rename(folder)
+        _fsync(folder.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _fsync(path):
+    """Force a file or a folder's list of names to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checkpoints(run: str | Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first.
+
+    Args:
+        run: the run's folder.
+
+    Returns:
+        Folders named `step-…`.
+    """
+    found = [path for path in (Path(run) / "checkpoints").glob("step-*") if (path / WEIGHTS).exists()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: str | Path) -> int:
+    """The optimizer step at which a checkpoint was made."""
+    return int(NAME.fullmatch(Path(checkpoint).name)[1])
+
+
+def save_checkpoint(run: str | Path, step: int, save_model: Callable[[Path], None], state: dict, keep_last: int) -> Path:
+    """Save a model and what resuming needs, and drop what is no longer wanted.
+
+    Args:
+        run: the run's folder.
+        step: optimizer steps done.
+        save_model: writes model and tokenizer into a folder.
+        state: tensors and plain values, for `load_state`.
+        keep_last: checkpoints kept, this one counted.
+
+    Returns:
+        The checkpoint's folder.
+    """
+
+    def write(folder):
+        save_model(folder)
+        (folder / STATE).mkdir()
+        torch.save(state, folder / STATE / "state.pt")
+
+    saved = Path(run) / "checkpoints" / f"step-{step:08d}"
+    write_folder(saved, write, overwrite=True)
+    for older in checkpoints(run):
+        if older != saved:
+            shutil.rmtree(older / STATE, ignore_errors=True)
+    for oldest in checkpoints(run)[:-keep_last]:
+        shutil.rmtree(oldest)
+    return saved
+
+
+def load_state(checkpoint: str | Path) -> dict:
+    """What `save_checkpoint` was given as `state`.
+
+    Args:
+        checkpoint: the folder.
+
+    Returns:
+        The state; tensors on the CPU. Nothing but tensors and plain values is unpickled.
+
+    Raises:
+        FileNotFoundError: the checkpoint has none.
+    """
+    path = Path(checkpoint) / STATE / "state.pt"
+    if not path.exists():
+        raise FileNotFoundError(f"{checkpoint} holds a model but no {STATE}/state.pt: it cannot be resumed from")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def average(folders: Iterable[str | Path], output: str | Path, overwrite: bool = False) -> Path:
+    """The mean of several checkpoints' weights (section 6.1), one tensor in memory at a time from each.
+
+    Args:
+        folders: checkpoints of one model and one vocabulary.
+        output: the folder to make; all but the weights is copied from the last checkpoint.
+        overwrite: replace a folder of that name.
+
+    Returns:
+        `output`, which `from_pretrained` loads.
+
+    Raises:
+        ValueError: no checkpoints, or such as do not match in tensors, shapes or vocabulary.
+        FileNotFoundError: a folder without weights.
+        FileExistsError: the output exists, and `overwrite` is not set.
+    """
+    folders = [Path(folder) for folder in folders]
+    if not folders:
+        raise ValueError("there are no checkpoints to average")
+    for folder in folders:
+        if not (folder / WEIGHTS).exists():
+            raise FileNotFoundError(f"{folder} holds no {WEIGHTS}")
+    last = folders[-1]
+    vocabulary = _vocabulary(last)
+    for folder in folders:
+        if _vocabulary(folder) != vocabulary:
+            raise ValueError(f"{folder} has another vocabulary than {last}: their average would mean nothing")
+    files = [safe_open(folder / WEIGHTS, framework="pt") for folder in folders]
+    shapes = [{name: file.get_slice(name).get_shape() for name in file.keys()} for file in files]
+    for folder, of_folder in zip(folders, shapes, strict=True):
+        differing = sorted(name for name in {*of_folder, *shapes[-1]} if of_folder.get(name) != shapes[-1].get(name))
+        if differing:
+            raise ValueError(
+                f"{folder} and {last} differ in {differing[0]}: shape {of_folder.get(differing[0])} "
+                f"and {shapes[-1].get(differing[0])}"
+            )
+
+    def write(aside):
+        shutil.copytree(last, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS, STATE))
+        mean = {}
+        for name in shapes[-1]:
+            total = sum(file.get_tensor(name).double() for file in files)
+            mean[name] = (total / len(files)).to(files[-1].get_tensor(name).dtype)
+        save_file(mean, aside / WEIGHTS, metadata={"format": "pt"})
+
+    write_folder(output, write, overwrite)
+    return Path(output)
+
+
+def _vocabulary(folder):
+    """The tokenizer's words and merges, or `None` where there is no tokenizer."""
+    path = folder / "tokenizer.json"
+    return json.loads(path.read_text(encoding="utf-8"))["model"] if path.exists() else None
