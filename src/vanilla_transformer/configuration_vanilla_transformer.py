@@ -108,12 +108,14 @@ class VanillaTransformerConfig(PreTrainedConfig):
     decoder_start_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
-        # Both are written afresh by `to_dict`. While the package is installed its registered pipeline serves, and a
-        # `custom_pipelines` on the config would make transformers insist on `trust_remote_code` all the same.
-        kwargs.pop("auto_map", None)
-        custom_pipelines = kwargs.pop("custom_pipelines", None)
-        if custom_pipelines is not None and type(self).__module__.startswith("transformers_modules."):
-            self.custom_pipelines = custom_pipelines
+        # `to_dict` writes both afresh. They are for the copy of this file that travels with a model; while the package
+        # is installed its own classes serve, and a `custom_pipelines` would make transformers insist on
+        # `trust_remote_code` all the same.
+        travelling = type(self).__module__.startswith("transformers_modules.")
+        for key in ("auto_map", "custom_pipelines"):
+            value = kwargs.pop(key, None)
+            if travelling and value is not None:
+                setattr(self, key, value)
         _refuse_misspelt_fields(kwargs, list(VanillaTransformerConfig.__annotations__))
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.bos_token_id

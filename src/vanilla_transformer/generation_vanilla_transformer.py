@@ -72,6 +72,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
     def _set_generation_defaults(self):
         """Give a generation config, new or loaded, the paper's values where it has none."""
         config = self.generation_config
+        config._from_model_config = False  # it holds more than the model's configuration knows
         for name, value in (
             ("gnmt_alpha", GNMT_ALPHA),
             ("max_new_tokens_over_source", MAX_NEW_TOKENS_OVER_SOURCE),
