@@ -48,7 +48,9 @@ def test_three_words_by_hand():
     total, count = label_smoothed_loss(torch.ones(1, 1), weight, torch.tensor([2]), 0.1)
     assert total.item() == pytest.approx(0.5541945, abs=1e-6)
     assert count.item() == 1
-    assert label_smoothed_loss(torch.ones(1, 1), weight, torch.tensor([2]))[0].item() == pytest.approx(0.4700036, abs=1e-6)
+    assert label_smoothed_loss(torch.ones(1, 1), weight, torch.tensor([2]))[0].item() == pytest.approx(
+        0.4700036, abs=1e-6
+    )
 
 
 def test_batches_of_sentences_are_summed_over_all_their_words():

@@ -78,7 +78,9 @@ def step_of(checkpoint: str | Path) -> int:
     return int(NAME.fullmatch(Path(checkpoint).name)[1])
 
 
-def save_checkpoint(run: str | Path, step: int, save_model: Callable[[Path], None], state: dict, keep_last: int) -> Path:
+def save_checkpoint(
+    run: str | Path, step: int, save_model: Callable[[Path], None], state: dict, keep_last: int
+) -> Path:
     """Save a model and what resuming needs, and drop what is no longer wanted.
 
     Args:
@@ -153,7 +155,7 @@ def average(folders: Iterable[str | Path], output: str | Path, overwrite: bool =
         if _vocabulary(folder) != vocabulary:
             raise ValueError(f"{folder} has another vocabulary than {last}: their average would mean nothing")
     files = [safe_open(folder / WEIGHTS, framework="pt") for folder in folders]
-    shapes = [{name: file.get_slice(name).get_shape() for name in file.keys()} for file in files]
+    shapes = [{name: file.get_slice(name).get_shape() for name in file.keys()} for file in files]  # noqa: SIM118
     for folder, of_folder in zip(folders, shapes, strict=True):
         differing = sorted(name for name in {*of_folder, *shapes[-1]} if of_folder.get(name) != shapes[-1].get(name))
         if differing:

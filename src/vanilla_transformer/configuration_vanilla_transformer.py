@@ -166,7 +166,7 @@ class VanillaTransformerConfig(PreTrainedConfig):
         return {**super().to_dict(), "auto_map": dict(AUTO_MAP), "custom_pipelines": CUSTOM_PIPELINES}
 
     def validate_sizes(self):
-        """Sizes are positive whole numbers; heads divide d_model unless d_k and d_v are given; sinusoids fill it in pairs.
+        """Sizes are positive whole numbers; heads divide d_model unless d_k and d_v are given; sinusoids halve it.
 
         Raises:
             ValueError: naming the field, its value and what to do.

@@ -59,8 +59,8 @@ def read_parallel_files(source: str | Path, target: str | Path) -> Iterator[tupl
     """
     source_lines, target_lines = read_lines(source), read_lines(target)
     missing = object()
-    pairs = 0
-    for source_line, target_line in itertools.zip_longest(source_lines, target_lines, fillvalue=missing):
+    both = itertools.zip_longest(source_lines, target_lines, fillvalue=missing)
+    for pairs, (source_line, target_line) in enumerate(both):
         if source_line is missing or target_line is missing:
             longer, rest = (target, target_lines) if source_line is missing else (source, source_lines)
             more = pairs + 1 + sum(1 for _ in rest)
@@ -68,7 +68,6 @@ def read_parallel_files(source: str | Path, target: str | Path) -> Iterator[tupl
             raise ValueError(
                 f"{shorter} has {pairs} lines and {longer} has {more}: the lines of a parallel corpus must match"
             )
-        pairs += 1
         yield source_line, target_line
 
 

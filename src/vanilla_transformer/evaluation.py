@@ -2,11 +2,14 @@
 
 from dataclasses import asdict, dataclass
 
+import datasets
+import evaluate
 import numpy as np
 import sacrebleu
-import torch
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 from tqdm import tqdm
+
+from .pipeline_vanilla_transformer import TranslationPipeline
 
 
 @dataclass(frozen=True)
@@ -93,17 +96,39 @@ def lowercase_and_tokenize(texts: list[str], lang: str) -> list[str]:
     return [tokenizer.tokenize(normalizer.normalize(text.lower()), escape=False, return_str=True) for text in texts]
 
 
-@torch.inference_mode()
+class TranslationMetric(evaluate.Metric):
+    """`score` as `evaluate` wants a metric, for `evaluate.evaluator("translation")`; it needs no network.
+
+    Args:
+        tgt_lang: the target language.
+    """
+
+    def __init__(self, tgt_lang: str, **kwargs):
+        self.tgt_lang = tgt_lang
+        super().__init__(**kwargs)
+
+    def _info(self):
+        text = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description="BLEU and chrF by sacreBLEU, and BLEU on lower-cased Moses tokens.",
+            citation="",
+            features=datasets.Features({"predictions": text, "references": text}),
+        )
+
+    def _compute(self, predictions, references):
+        return score(predictions, references, self.tgt_lang).to_dict()
+
+
 def translate(
-    model, tokenizer, texts: list[str], batch_tokens: int = 4000, show_progress: bool = False, **generation
+    model, tokenizer, texts: list[str], batch_size: int = 32, show_progress: bool = False, **generation
 ) -> list[str]:
-    """Translate a corpus, sentences of like length together.
+    """Translate a corpus with the pipeline.
 
     Args:
         model: `VanillaTransformerForConditionalGeneration`; its generation config decides unless `generation` does.
         tokenizer: its tokenizer.
         texts: source sentences.
-        batch_tokens: source tokens in one batch, padding counted.
+        batch_size: sentences translated together.
         show_progress: whether to draw a progress bar.
         generation: arguments of `generate`, such as `num_beams`.
 
@@ -111,20 +136,10 @@ def translate(
         One translation a text, in the order of the texts; blank for blank text.
     """
     was_training = model.training
-    model.eval()
-    ids = tokenizer(texts, return_attention_mask=False)["input_ids"] if texts else []
-    translations = [""] * len(texts)
-    filled = [i for i, text in enumerate(texts) if text.strip()]
-    longest_first = sorted(filled, key=lambda i: -len(ids[i]))
-    with tqdm(total=len(filled), disable=not show_progress, desc="translating", unit="sentence") as progress:
-        while longest_first:
-            size = max(1, batch_tokens // len(ids[longest_first[0]]))
-            batch, longest_first = longest_first[:size], longest_first[size:]
-            inputs = tokenizer.pad({"input_ids": [ids[i] for i in batch]}, return_tensors="pt").to(model.device)
-            generated = model.generate(**inputs, **generation)
-            for i, text in zip(batch, tokenizer.batch_decode(generated, skip_special_tokens=True), strict=True):
-                translations[i] = text
-            progress.update(len(batch))
+    pipe = TranslationPipeline(model=model.eval(), tokenizer=tokenizer, device=model.device, **generation)
+    stream = pipe((text for text in texts), batch_size=batch_size)
+    progress = tqdm(stream, total=len(texts), disable=not show_progress, desc="translating", unit="sentence")
+    translations = [hypotheses[0]["translation_text"] for hypotheses in progress]
     model.train(was_training)
     return translations
 

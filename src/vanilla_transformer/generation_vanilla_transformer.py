@@ -111,7 +111,9 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
             ValueError: an id outside the vocabulary, a limit or alpha that is no number.
         """
         self._set_generation_defaults()
-        source = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+        source = next(
+            (x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
+        )
         if source is None and kwargs.get("encoder_outputs") is not None:
             source = kwargs["encoder_outputs"][0]
         for name, ids in (("input_ids", source), ("decoder_input_ids", kwargs.get("decoder_input_ids"))):

@@ -1,6 +1,6 @@
 """The model of "Attention Is All You Need" (Vaswani et al. 2017, arXiv:1706.03762), for transformers.
 
-Leaf to root: positions (3.5) -> attention (3.2) -> feed-forward (3.3) -> layers and stacks (3.1) -> model -> head (3.4).
+Leaf to root: positions (3.5), attention (3.2), feed-forward (3.3), layers and stacks (3.1), the model, its head (3.4).
 
 Shapes: B batch, S source length, T target length, L either, P length of the cached prefix, D d_model, F d_ff, H heads,
 K d_k (queries and keys of one head), V d_v (values of one head), W vocabulary.
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -306,18 +306,17 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         """Fill one module's weights before training.
 
-        | weights                              | values                          | why                                  |
-        |--------------------------------------|---------------------------------|--------------------------------------|
-        | token embeddings                     | N(0, 1/D)                       | times sqrt(D) they have the size of  |
-        |                                      |                                 | the positions; as the output matrix  |
-        |                                      |                                 | they give logits of variance near 1  |
-        | embedding of the padding             | 0                               | it is nobody's word                  |
-        | learned positions                    | N(0, 1/2)                       | the variance of the sinusoids        |
-        | attention and feed-forward matrices  | Xavier uniform, gain 1          | keeps variance both ways; what T2T   |
-        |                                      |                                 | and fairseq train post-LN stacks with|
-        | biases                               | 0                               | no preference before training        |
-        | layer normalisation gain, bias       | 1, 0                            | starts as the plain normalisation    |
-        | output matrix, if not tied           | N(0, 1/D)                       | as the embedding that it stands for  |
+        | weights                             | values                 | why                                           |
+        |-------------------------------------|------------------------|-----------------------------------------------|
+        | token embeddings                    | N(0, 1/D)              | times sqrt(D) they are of the positions' size;|
+        |                                     |                        | as output matrix, logits of variance near 1   |
+        | embedding of the padding            | 0                      | it is nobody's word                           |
+        | learned positions                   | N(0, 1/2)              | the variance of the sinusoids                 |
+        | attention and feed-forward matrices | Xavier uniform, gain 1 | keeps variance both ways; Tensor2Tensor and   |
+        |                                     |                        | fairseq train post-LN stacks with it          |
+        | biases                              | 0                      | no preference before training                 |
+        | layer normalisation: gain, bias     | 1, 0                   | starts as the plain normalisation             |
+        | output matrix, if not tied          | N(0, 1/D)              | as the embedding that it stands for           |
         """
         if isinstance(module, nn.Linear):
             if module is getattr(self, "lm_head", None):
@@ -449,7 +448,7 @@ class VanillaTransformerEncoder(VanillaTransformerPreTrainedModel):
         self._check_inputs("", input_ids, inputs_embeds, attention_mask)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        if _is_padding_mask(attention_mask):
             positions = unmasked_positions(attention_mask)  # (B, S)
         else:
             positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)  # (1, S)
@@ -521,7 +520,7 @@ class VanillaTransformerDecoder(VanillaTransformerPreTrainedModel):
         length = inputs_embeds.shape[1]
         if use_cache and cache is None:
             cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
-        if position_ids is None and isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        if position_ids is None and _is_padding_mask(attention_mask):
             position_ids = unmasked_positions(attention_mask)[:, -length:]  # (B, T)
         elif position_ids is None:
             position_ids = (torch.arange(length, device=inputs_embeds.device) + cached).unsqueeze(0)  # (1, T)
@@ -564,7 +563,9 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
             self.decoder.embed_tokens = value
 
     def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
-        return _resize_all_embeddings(self, super()._resize_token_embeddings, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        return _resize_all_embeddings(
+            self, super()._resize_token_embeddings, new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
 
     @can_return_tuple
     @accepts_past_key_values
@@ -607,12 +608,11 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
         elif not isinstance(encoder_outputs, BaseModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs)
         memory = encoder_outputs.last_hidden_state
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            if attention_mask.shape != memory.shape[:2]:
-                raise ValueError(
-                    f"attention_mask must have shape {tuple(memory.shape[:2])}, as the encoder's output has sentences "
-                    f"and tokens, got {tuple(attention_mask.shape)}"
-                )
+        if _is_padding_mask(attention_mask) and attention_mask.shape != memory.shape[:2]:
+            raise ValueError(
+                f"attention_mask must have shape {tuple(memory.shape[:2])}, as the encoder's output has sentences "
+                f"and tokens, got {tuple(attention_mask.shape)}"
+            )
         decoder_outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -632,7 +632,7 @@ class VanillaTransformerModel(VanillaTransformerPreTrainedModel):
             encoder_last_hidden_state=memory,
             encoder_hidden_states=encoder_outputs.hidden_states,
             encoder_attentions=encoder_outputs.attentions,
-            **{CACHE: decoder_outputs[CACHE] if CACHE in decoder_outputs else None},
+            **{CACHE: decoder_outputs.get(CACHE)},
         )
 
 
@@ -666,7 +666,9 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         self.model.set_input_embeddings(value)
 
     def _resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of=None, mean_resizing=True):
-        return _resize_all_embeddings(self, super()._resize_token_embeddings, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        return _resize_all_embeddings(
+            self, super()._resize_token_embeddings, new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Shift labels right; `DataCollatorForSeq2Seq` asks for it, which `Trainer`'s label smoothing needs.
@@ -758,6 +760,11 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         outputs = dict(outputs)
         del outputs["last_hidden_state"]
         return Seq2SeqLMOutput(loss=loss, logits=logits, **outputs)
+
+
+def _is_padding_mask(mask):
+    """Whether a mask says which tokens are padding, (B, L), and not already who may attend to whom."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2
 
 
 def _resize_all_embeddings(model, resize, new_num_tokens, pad_to_multiple_of, mean_resizing):

@@ -136,4 +136,6 @@ def load_recipe(path: str | Path) -> Recipe:
 def _unknown(what, key, known):
     """A message that names the nearest key that exists."""
     nearest = get_close_matches(str(key), known, n=1, cutoff=0.5)
-    return f"unknown {what} {key!r}" + (f": did you mean {nearest[0]!r}?" if nearest else f", known are {sorted(known)}")
+    return f"unknown {what} {key!r}" + (
+        f": did you mean {nearest[0]!r}?" if nearest else f", known are {sorted(known)}"
+    )

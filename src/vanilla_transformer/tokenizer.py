@@ -1,8 +1,8 @@
 """The shared source-target vocabulary: byte-pair encoding over bytes (section 5.1; Sennrich et al. 2016).
 
-The paper learned one BPE of about 37,000 tokens over both languages. Here the pairs are of bytes rather than characters,
-so that any text comes back as it went in and no word is ever unknown. The result is a stock fast tokenizer of
-transformers: `AutoTokenizer` loads it with no code of ours.
+The paper learned one BPE of about 37,000 tokens over both languages. Here the pairs are of bytes, not characters, so
+that any text comes back as it went in and no word is ever unknown. The result is a stock fast tokenizer:
+`AutoTokenizer` loads it with no code of ours.
 """
 
 from collections.abc import Iterable

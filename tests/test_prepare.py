@@ -1,0 +1,191 @@
+"""From text to a prepared corpus: counts, refusals, and nothing half-written."""
+
+import json
+
+import datasets
+import pytest
+
+from vanilla_transformer.prepare import Bitext, prepare
+from vanilla_transformer.recipe import Recipe
+from vanilla_transformer.tokenizer import train_tokenizer
+from vanilla_transformer.training import load_corpus
+
+SOURCES = [f"a dog and {i} cats" for i in range(12)]
+TARGETS = [f"ein Hund und {i} Katzen" for i in range(12)]
+
+
+def text(folder, name="train", sources=SOURCES, targets=TARGETS):
+    """Two files of a split."""
+    for ending, lines in (("en", sources), ("de", targets)):
+        (folder / f"{name}.{ending}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return Bitext(str(folder / f"{name}.en"), str(folder / f"{name}.de"))
+
+
+def run(folder, train, validation=None, *, vocab_size=270, max_length=60, **arguments):
+    recipe = Recipe(src_lang="en", tgt_lang="de", vocab_size=vocab_size, max_length=max_length)
+    return prepare(recipe, train, validation, folder / "out", show_progress=False, **arguments)
+
+
+def texts_of(corpus, column):
+    """The text behind a column of the training split."""
+    return corpus.tokenizer.batch_decode(list(corpus.train[column]), skip_special_tokens=True)
+
+
+@pytest.fixture
+def raw(tmp_path):
+    """A folder for text, beside which `out` is made."""
+    (tmp_path / "raw").mkdir()
+    return tmp_path / "raw"
+
+
+def test_a_prepared_corpus_holds_the_tokenised_text(tmp_path, raw):
+    report = run(tmp_path, text(raw), text(raw, "validation", SOURCES[:3], TARGETS[:3]))
+    corpus = load_corpus(tmp_path / "out")
+    assert corpus.train.column_names == ["input_ids", "labels"]
+    assert texts_of(corpus, "input_ids") == SOURCES
+    assert texts_of(corpus, "labels") == TARGETS
+    assert list(corpus.validation["source"]) == SOURCES[:3] and list(corpus.validation["target"]) == TARGETS[:3]
+    assert corpus.validation[2]["labels"] == corpus.train[2]["labels"]
+    assert report == json.loads((tmp_path / "out" / "corpus.json").read_text())
+    assert report["fingerprint"] == corpus.fingerprint
+    assert report["vocab_size"] == len(corpus.tokenizer) == 270
+    assert report["train"] == {
+        "pairs": 12,
+        "too_long": 0,
+        "too_long_pairs": [],
+        "source_tokens": sum(map(len, corpus.train["input_ids"])),
+        "target_tokens": sum(map(len, corpus.train["labels"])),
+    }
+
+
+def test_only_the_training_text_teaches_the_tokenizer(tmp_path, raw):
+    run(tmp_path, text(raw), text(raw, "validation", ["zzzz zzzz"] * 50, ["zzzz"] * 50))
+    assert load_corpus(tmp_path / "out").tokenizer.tokenize("zz") == ["z", "z"]
+
+
+def test_pairs_that_are_too_long_are_left_out_counted_and_named(tmp_path, raw):
+    sources, targets = list(SOURCES), list(TARGETS)
+    sources[1] = targets[4] = sources[7] = "\u00e4" * 40
+    targets[9] = "\u00e4" * 29 + "x"  # 59 bytes and </s>: just short enough
+    report = run(tmp_path, text(raw, "train", sources, targets), vocab_size=260)["train"]
+    corpus = load_corpus(tmp_path / "out")
+    kept = [i for i in range(12) if i not in (1, 4, 7)]
+    assert (report["pairs"], report["too_long"], report["too_long_pairs"]) == (9, 3, [2, 5, 8])
+    assert texts_of(corpus, "labels") == [targets[i] for i in kept]
+    assert report["target_tokens"] == sum(len(targets[i].encode()) + 1 for i in kept)
+
+
+def test_a_corpus_of_long_pairs_alone_is_refused(tmp_path, raw):
+    with pytest.raises(ValueError, match="no pair of the train split has at most max_length=3 tokens on both sides"):
+        run(tmp_path, text(raw), max_length=3)
+
+
+def test_an_existing_output_is_refused_unless_asked(tmp_path, raw):
+    train = text(raw)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(FileExistsError, match="out exists already"):
+        run(tmp_path, train)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+    run(tmp_path, train, overwrite=True)
+    assert not (tmp_path / "out" / "precious").exists()
+    assert len(load_corpus(tmp_path / "out").train) == 12
+
+
+@pytest.mark.parametrize(
+    ("validation", "message"),
+    [
+        (["ok", ""], r"1 pairs of .*validation.en have an empty side \(lines 2\)"),
+        (["ok"], "validation.de has 2 lines and .*validation.en has 1|validation.en has 1 lines and .* has 2"),
+        (["x" * 90, "y" * 90], "no pair of the validation split"),
+    ],
+)
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_failure_leaves_nothing_half_written(tmp_path, raw, validation, message, existing):
+    train = text(raw)
+    if existing:
+        run(tmp_path, train)
+    before = sorted(tmp_path.rglob("*"))
+    bad = text(raw, "validation", validation, ["gut", "gut"])
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, train, bad, overwrite=existing)
+    assert sorted(path for path in tmp_path.rglob("*") if not path.name.startswith("validation.")) == before
+
+
+def test_success_leaves_nothing_but_the_output(tmp_path, raw):
+    train = text(raw)
+    before = set(tmp_path.rglob("*"))
+    run(tmp_path, train)
+    assert {
+        path for path in set(tmp_path.rglob("*")) - before if tmp_path / "out" not in (path, *path.parents)
+    } == set()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"corpus.json", "tokenizer", "train"}
+
+
+def test_empty_lines_are_dropped_when_asked(tmp_path, raw):
+    train = text(raw, "train", ["a", "", "c"], ["x", "y", "z"])
+    assert run(tmp_path, train, drop_empty=True)["train"]["pairs"] == 2
+
+
+def test_a_given_tokenizer_is_used_as_it_is(tmp_path, raw):
+    given = train_tokenizer(["something else entirely"] * 3, vocab_size=265)
+    given.save_pretrained(tmp_path / "given")
+    report = run(tmp_path, text(raw), tokenizer=tmp_path / "given")
+    corpus = load_corpus(tmp_path / "out")
+    assert report["vocab_size"] == 265
+    assert corpus.tokenizer.get_vocab() == given.get_vocab()
+    assert list(corpus.train["input_ids"]) == given(SOURCES)["input_ids"]
+
+
+def test_the_fingerprint_changes_with_the_text_and_the_tokenizer_alone(tmp_path, raw):
+    def fingerprint(train, validation=None, **arguments):
+        return run(tmp_path, train, validation, overwrite=True, **arguments)["fingerprint"]
+
+    first = fingerprint(text(raw))
+    assert fingerprint(text(raw, "same")) == first
+    swapped = [TARGETS[1], TARGETS[0], *TARGETS[2:]]
+    others = [
+        fingerprint(text(raw, "train", SOURCES, swapped), tokenizer=tmp_path / "out" / "tokenizer"),
+        fingerprint(text(raw, "train", SOURCES[:-1], TARGETS[:-1])),
+        fingerprint(text(raw), text(raw, "validation", SOURCES[:2], TARGETS[:2])),
+        fingerprint(text(raw), text(raw, "validation", SOURCES[:2], TARGETS[1:3])),
+        fingerprint(text(raw), vocab_size=265),
+    ]
+    assert len({first, *others}) == 6
+
+
+def on_disk(folder, rows):
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "corpus")
+    return Bitext(str(folder / "corpus"), split="train")
+
+
+def test_a_dataset_on_disk_is_prepared_and_left_as_it_is(tmp_path, raw):
+    train = on_disk(raw, [{"translation": {"en": s, "de": t}} for s, t in zip(SOURCES, TARGETS, strict=True)])
+    before = sorted(raw.rglob("*"))
+    assert run(tmp_path, train)["train"]["pairs"] == 12
+    corpus = load_corpus(tmp_path / "out")
+    assert texts_of(corpus, "labels") == TARGETS
+    assert sorted(raw.rglob("*")) == before
+
+
+@pytest.mark.parametrize("empty", ["", "  ", None])
+@pytest.mark.parametrize("side", ["en", "de"])
+def test_empty_sides_of_a_dataset_are_refused_or_dropped_as_those_of_files(tmp_path, raw, side, empty):
+    train = on_disk(raw, [{"en": "a", "de": "b"}, {"en": "c", "de": "d"} | {side: empty}, {"en": "e", "de": "f"}])
+    with pytest.raises(ValueError, match="1 pairs of .*corpus have an empty side .*2"):
+        run(tmp_path, train)
+    assert run(tmp_path, train, drop_empty=True)["train"]["pairs"] == 2
+
+
+def test_several_processes_tokenise_to_the_same_corpus(tmp_path, raw):
+    first = run(tmp_path, text(raw))
+    assert run(tmp_path, text(raw), num_proc=2, overwrite=True)["train"] == first["train"]
+    assert load_corpus(tmp_path / "out").train[11]["labels"][-1] == 2
+
+
+@pytest.mark.parametrize("files", [[], ["train", "tokenizer"]])
+def test_a_folder_that_holds_no_prepared_corpus_is_refused(tmp_path, files):
+    for name in files:
+        (tmp_path / name).mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no prepared corpus"):
+        load_corpus(tmp_path)

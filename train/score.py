@@ -1,0 +1,8 @@
+"""`vanilla-transformer score` as a script, for `accelerate launch` and for reading; `--help` says all."""
+
+import typer
+
+from vanilla_transformer.cli import score
+
+if __name__ == "__main__":
+    typer.run(score)
