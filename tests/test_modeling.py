@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.modeling_outputs import BaseModelOutput
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration, VanillaTransformerModel
@@ -106,6 +106,14 @@ def test_what_stands_under_a_mask_changes_nothing(model, batch, attention):
     logits = model(**batch).logits
     ids = batch["input_ids"].masked_fill(batch["attention_mask"].eq(0), 12)
     assert_near(model(**{**batch, "input_ids": ids}).logits, logits)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32], ids=str)
+def test_a_mask_may_be_of_any_type(model, batch, attention, dtype):
+    model.set_attn_implementation(attention)
+    logits = model(**batch).logits
+    assert torch.equal(model(**{**batch, "attention_mask": batch["attention_mask"].to(dtype)}).logits, logits)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -375,7 +383,8 @@ def test_eager_and_sdpa_agree_forward_and_backward(make_model, batch, side, chan
 
 
 @pytest.mark.slow
-def test_flex_attention_agrees_forward(model, batch):
+def test_flex_attention_agrees_forward(make_model, batch):
+    model = make_model(encoder_layers=1, decoder_layers=1)
     with torch.no_grad():
         expected = model(**batch).logits
         model.set_attn_implementation("flex_attention")
@@ -407,12 +416,13 @@ def test_gradient_checkpointing_gives_the_same_gradients(make_model, batch, use_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(
+    ("attention", "backend"), [("eager", "aot_eager"), ("sdpa", "aot_eager"), ("sdpa", "inductor")]
+)
 def test_the_forward_compiles_into_one_graph(make_model, batch, attention, backend):
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("inductor needs a C++ compiler")
-    model = make_model(dropout=0.0).train()
+    model = make_model(dropout=0.0, encoder_layers=1, decoder_layers=1).train()
     model.set_attn_implementation(attention)
     expected, expected_gradients = model(**batch), gradients(model, **batch)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -518,6 +528,33 @@ def test_the_summed_loss_is_divided_by_num_items_in_batch(model, batch, as_tenso
     sum(losses).backward()
     assert_near(sum(losses), expected)
     assert_same_gradients({name: parameter.grad for name, parameter in model.named_parameters()}, expected_gradients)
+
+
+def test_trainer_takes_the_same_step_however_a_batch_is_accumulated(make_model, batch, tmp_path):
+    weights = []
+    for size, accumulated in ((3, 1), (1, 3)):
+        model = make_model(dropout=0.0)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulated,
+            max_steps=1,
+            optim="sgd",
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+        )
+        rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(3)]
+        Trainer(model=model, args=arguments, train_dataset=rows).train()
+        weights.append(dict(model.named_parameters()))
+    expected = make_model(dropout=0.0)
+    for name, gradient in gradients(expected, **batch).items():
+        stepped = expected.get_parameter(name) - 0.1 * gradient
+        assert_near(weights[0][name], stepped)
+        assert_near(weights[1][name], stepped)
 
 
 def test_labels_need_not_be_contiguous(model, batch):

@@ -3,6 +3,7 @@
 Every verb is a function that another module exports; here are only their arguments as a shell gives them.
 """
 
+import functools
 import itertools
 import json
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers import pipeline as make_pipeline
 from transformers.utils import logging
@@ -25,11 +27,28 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def says_what_is_wrong(verb):
+    """Turn the errors that tell a user what to do into one line and exit code 1; any other keeps its traceback."""
+
+    @functools.wraps(verb)
+    def wrapped(*args, **kwargs):
+        try:
+            return verb(*args, **kwargs)
+        except (ValueError, OSError, FloatingPointError, StrictDataclassError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+
+    return wrapped
+
+
 RecipePath = Annotated[Path, typer.Argument(help="A recipe, see train/recipes.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace the output if it exists.")]
 
 
 @app.command()
+@says_what_is_wrong
 def prepare(
     recipe: RecipePath,
     output: Annotated[Path, typer.Option(help="The folder to make.")],
@@ -62,6 +81,7 @@ def prepare(
 
 
 @app.command()
+@says_what_is_wrong
 def train(
     recipe: RecipePath,
     corpus: Annotated[Path, typer.Option(help="What prepare made.")],
@@ -71,11 +91,12 @@ def train(
     restart: Annotated[bool, typer.Option(help="Remove what was trained in the folder before.")] = False,
 ):
     """Train by a recipe; under `accelerate launch`, on many devices."""
-    saved = training.train(load_recipe(recipe), training.load_corpus(corpus), output, track, workers, restart)
+    saved = training.train(load_recipe(recipe), preparation.load_corpus(corpus), output, track, workers, restart)
     typer.echo(f"trained: {saved}")
 
 
 @app.command()
+@says_what_is_wrong
 def average(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     output: Annotated[Path, typer.Option(help="The folder to make.")],
@@ -88,6 +109,7 @@ def average(
 
 
 @app.command()
+@says_what_is_wrong
 def score(
     model: Annotated[str, typer.Argument(help="A model's folder or Hub name.")],
     source: Annotated[Path, typer.Option(help="Source text, plain or gzipped.")],
@@ -112,6 +134,7 @@ def score(
 
 
 @app.command()
+@says_what_is_wrong
 def translate(
     model: Annotated[str, typer.Argument(help="A model's folder or Hub name.")],
     text: Annotated[list[str] | None, typer.Argument(help="Sentences; standard input if there are none.")] = None,
@@ -133,6 +156,7 @@ def translate(
 
 
 @app.command()
+@says_what_is_wrong
 def publish(
     folder: Annotated[Path, typer.Argument(help="A model laid out as its Hub repository, see model_cards.")],
     repo_id: Annotated[str, typer.Argument(help="user/name on the Hub.")],

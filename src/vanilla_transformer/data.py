@@ -37,7 +37,8 @@ def read_lines(path: str | Path) -> Iterator[str]:
     with gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield line.decode("utf-8").rstrip("\r\n")
+                # Some editors begin a file with a byte order mark.
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start} of the line); "

@@ -1,5 +1,6 @@
-"""From bitext to a prepared corpus: the tokenizer and the tokenised splits, in one folder."""
+"""From bitext to a prepared corpus, and back from the disk: the tokenizer and the tokenised splits in one folder."""
 
+import hashlib
 import json
 import tempfile
 from dataclasses import dataclass
@@ -7,13 +8,12 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .checkpoint import write_folder
 from .data import LONGEST_LIST, pair_lengths, read_bitext, read_dataset, tokenize
 from .recipe import Recipe
 from .tokenizer import train_tokenizer
-from .training import fingerprint
 
 
 @dataclass(frozen=True)
@@ -122,3 +122,65 @@ def _leave_out_long(name, ids, max_length):
         "source_tokens": int(source[~long].sum()),
         "target_tokens": int(target[~long].sum()),
     }
+
+
+@dataclass
+class Corpus:
+    """A folder that `prepare` made.
+
+    Args:
+        tokenizer: the shared one.
+        train, validation: tokenised splits; the second keeps its text.
+        fingerprint: changes with the text and with the tokenizer.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train: datasets.Dataset
+    validation: datasets.Dataset | None
+    fingerprint: str
+
+
+def load_corpus(folder: str | Path) -> Corpus:
+    """Open a prepared corpus, memory-mapped.
+
+    Args:
+        folder: what `prepare` wrote.
+
+    Returns:
+        `Corpus`.
+
+    Raises:
+        FileNotFoundError: no such folder, or one that holds no prepared corpus.
+    """
+    folder = Path(folder)
+    if not (folder / "corpus.json").exists():
+        raise FileNotFoundError(f"{folder} holds no prepared corpus (no corpus.json): run `prepare` first")
+    validation = folder / "validation"
+    return Corpus(
+        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        train=datasets.load_from_disk(folder / "train"),
+        validation=datasets.load_from_disk(validation) if validation.exists() else None,
+        fingerprint=json.loads((folder / "corpus.json").read_text(encoding="utf-8"))["fingerprint"],
+    )
+
+
+def fingerprint(*datasets_and_texts) -> str:
+    """A digest that changes with the content of Arrow columns and texts.
+
+    Args:
+        datasets_and_texts: `datasets.Dataset` objects and strings.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for item in datasets_and_texts:
+        if isinstance(item, str):
+            digest.update(item.encode("utf-8"))
+            continue
+        for name in sorted(item.column_names):
+            for chunk in item.with_format("arrow")[:].column(name).chunks:
+                for buffer in chunk.buffers():
+                    if buffer is not None:
+                        digest.update(buffer)
+    return digest.hexdigest()

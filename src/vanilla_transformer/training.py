@@ -4,26 +4,23 @@ A step's gradient is of the summed loss of all batches of all processes, divided
 words. How a global batch is split therefore changes nothing.
 """
 
-import hashlib
 import json
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from .checkpoint import checkpoints, load_state, save_checkpoint, step_of
 from .data import Collator, PairDataset, TokenBatchSampler, pair_lengths
 from .evaluation import perplexity, score, translate
 from .loss import label_smoothed_loss
 from .modeling_vanilla_transformer import VanillaTransformerForConditionalGeneration
+from .prepare import Corpus
 from .recipe import Recipe
 from .schedule import learning_rate
 
@@ -57,46 +54,6 @@ class SummedLoss(nn.Module):
             use_cache=False,
         ).last_hidden_state  # (B, T, D)
         return label_smoothed_loss(hidden_states, self.model.lm_head.weight, labels, label_smoothing)
-
-
-@dataclass
-class Corpus:
-    """A folder that `prepare` made.
-
-    Args:
-        tokenizer: the shared one.
-        train, validation: tokenised splits; the second keeps its text.
-        fingerprint: changes with the text and with the tokenizer.
-    """
-
-    tokenizer: object
-    train: datasets.Dataset
-    validation: datasets.Dataset | None
-    fingerprint: str
-
-
-def load_corpus(folder: str | Path) -> Corpus:
-    """Open a prepared corpus, memory-mapped.
-
-    Args:
-        folder: what `prepare` wrote.
-
-    Returns:
-        `Corpus`.
-
-    Raises:
-        FileNotFoundError: no such folder, or one that holds no prepared corpus.
-    """
-    folder = Path(folder)
-    if not (folder / "corpus.json").exists():
-        raise FileNotFoundError(f"{folder} holds no prepared corpus (no corpus.json): run `prepare` first")
-    validation = folder / "validation"
-    return Corpus(
-        tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
-        train=datasets.load_from_disk(folder / "train"),
-        validation=datasets.load_from_disk(validation) if validation.exists() else None,
-        fingerprint=json.loads((folder / "corpus.json").read_text(encoding="utf-8"))["fingerprint"],
-    )
 
 
 def train(
@@ -167,7 +124,7 @@ def train(
         state = load_state(newest)
         optimizer.load_state_dict(state["optimizer"])
         sampler.load_state_dict(state["sampler"])
-        torch.set_rng_state(state["random"][accelerator.process_index])
+        _set_random_state(accelerator.device, state["random"][accelerator.process_index])
         first_step = state["step"] + 1
     collate = Collator(config.vocab_size, config.pad_token_id)
     batches = _endless(
@@ -228,7 +185,7 @@ def train(
             }
             if corpus.validation is not None:
                 figures |= _evaluate(accelerator, model, corpus, collate, recipe)
-            states = gather_object([torch.get_rng_state()])
+            states = gather_object([_random_state(accelerator.device)])
             if accelerator.is_main_process:
                 _report(progress, run, figures)
                 save_checkpoint(
@@ -270,6 +227,21 @@ def _claim(run, identity, steps):
     if step_of(existing[-1]) >= steps:
         raise FileExistsError(f"{run} holds a finished training of {steps} steps: choose another folder, or --restart")
     return existing[-1]
+
+
+def _random_state(device):
+    """The state of the generators that dropout draws from, one tensor a generator."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_state(device, states):
+    """Go on drawing from where `_random_state` was taken."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _endless(loader, sampler):
@@ -320,25 +292,3 @@ def _report(progress, run, figures):
     with open(run / "log.jsonl", "a", encoding="utf-8") as log:
         log.write(json.dumps(figures) + "\n")
     progress.write("  ".join(f"{name} {value:.5g}" for name, value in figures.items()))
-
-
-def fingerprint(*datasets_and_texts) -> str:
-    """A digest that changes with the content of Arrow columns and texts.
-
-    Args:
-        datasets_and_texts: `datasets.Dataset` objects and strings.
-
-    Returns:
-        64 hexadecimal digits.
-    """
-    digest = hashlib.sha256()
-    for item in datasets_and_texts:
-        if isinstance(item, str):
-            digest.update(item.encode("utf-8"))
-            continue
-        for name in sorted(item.column_names):
-            for chunk in item.with_format("arrow")[:].column(name).chunks:
-                for buffer in chunk.buffers():
-                    if buffer is not None:
-                        digest.update(buffer)
-    return digest.hexdigest()
