@@ -76,6 +76,10 @@ def test_jsonl_of_both_shapes_is_read_plain_and_gzipped(tmp_path, nested, ending
     assert as_pairs(bitext_of(tmp_path, file)) == PAIRS
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    assert list(read_lines(write(tmp_path / "a", "\ufeffone\n\ufefftwo\n"))) == ["one", "\ufefftwo"]
+
+
 def test_lines_end_at_newlines_alone(tmp_path):
     file = write(tmp_path / "a", " one\u2028still\x85\x0b\x0cone \r\n\ttwo\nthree without an end")
     assert list(read_lines(file)) == [" one\u2028still\x85\x0b\x0cone ", "\ttwo", "three without an end"]
@@ -91,6 +95,15 @@ def test_datasets_on_disk_are_read(tmp_path, nested, splits):
     dataset.save_to_disk(tmp_path / "corpus")
     assert as_pairs(read_dataset(str(tmp_path / "corpus"), "en", "de", "validation")) == PAIRS
     assert as_pairs(read_dataset(str(tmp_path / "corpus"), "de", "en", "validation")) == [(t, s) for s, t in PAIRS]
+
+
+def test_what_is_no_folder_is_read_from_the_hub(monkeypatch):
+    def load(*name_and_config, split):
+        assert (name_and_config, split) == (("wmt/wmt14", "de-en"), "train")
+        return datasets.Dataset.from_list([{"translation": {"en": s, "de": t}} for s, t in PAIRS])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert as_pairs(read_dataset("wmt/wmt14", "en", "de", "train", "de-en")) == PAIRS
 
 
 def test_a_dataset_without_the_split_or_the_language_is_refused(tmp_path):

@@ -1,9 +1,13 @@
 """Models laid out as Hub repositories."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from hub_double import HubDouble
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
@@ -64,6 +68,48 @@ def test_an_incomplete_model_is_refused_by_name(model, tmp_path):
         build(model, tmp_path / "repository")
     with pytest.raises(FileNotFoundError, match="tokenizer.json"):
         publish(model, "user/name")
+
+
+PUBLISH = """
+import sys
+from vanilla_transformer.hub import publish
+print(publish(sys.argv[1], "user/name"))
+"""
+LOAD = """
+import sys
+sys.modules["vanilla_transformer"] = None  # as if it were not installed
+from transformers import pipeline
+translate = pipeline("translation", model="user/name", trust_remote_code=True, max_new_tokens=3)
+print(type(translate).__module__, translate("a dog"))
+"""
+
+
+def test_a_published_model_loads_from_the_hub_without_the_package(model, tmp_path):
+    repository = build(model, tmp_path / "repository")
+    with HubDouble() as hub:
+        # In processes of their own, as huggingface_hub takes the address at import.
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_TOKEN": "hf_made_up",
+            "HF_HOME": str(tmp_path / "home"),
+        }
+        environment.pop("HF_HUB_OFFLINE", None)
+
+        def python(code, *arguments):
+            command = [sys.executable, "-c", code, *map(str, arguments)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        python(PUBLISH, repository)
+        pushed = hub.repositories["user/name"]
+        assert {name: data for name, data in pushed.items() if name != ".gitattributes"} == {
+            path.name: path.read_bytes() for path in repository.iterdir()
+        }
+        python(PUBLISH, repository)  # once more, into the repository that is there now
+        loaded = python(LOAD)
+    assert "transformers_modules.user.name." in loaded and "translation_text" in loaded
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda path: path.name)

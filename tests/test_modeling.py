@@ -737,8 +737,9 @@ def test_initial_weights_are_as_the_table_says(make_config, tied):
             assert weight.eq(0).all()
             continue
         else:
-            expected = 2 / sum(weight.shape)
-            assert weight.abs().max() <= math.sqrt(6 / sum(weight.shape))
+            gain = math.sqrt(0.5) if any(f"{letter}_proj" in name for letter in "qkv") else 1.0
+            expected = gain**2 * 2 / sum(weight.shape)
+            assert 0.98 < weight.abs().max() / (gain * math.sqrt(6 / sum(weight.shape))) <= 1
         seen.add(kind)
         assert abs(weight.mean().item()) < 4 * math.sqrt(expected / weight.numel()), name
         assert weight.var().item() == pytest.approx(expected, rel=0.06), name

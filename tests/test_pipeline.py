@@ -180,7 +180,7 @@ AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True).save_pretr
 AutoTokenizer.from_pretrained(folder).save_pretrained(saved_again)
 again = pipeline("translation", model=saved_again, trust_remote_code=True, max_new_tokens=6)
 name = type(AutoModel.from_pretrained(saved_again, trust_remote_code=True)).__name__
-print(json.dumps([translate(["a dog", ""]), again(["a dog", ""]), name]))
+print("\\n" + json.dumps([translate(["a dog", ""]), again(["a dog", ""]), name]))
 """
 
 

@@ -5,10 +5,9 @@ import json
 import datasets
 import pytest
 
-from vanilla_transformer.prepare import Bitext, prepare
+from vanilla_transformer.prepare import Bitext, fingerprint, load_corpus, prepare
 from vanilla_transformer.recipe import Recipe
 from vanilla_transformer.tokenizer import train_tokenizer
-from vanilla_transformer.training import load_corpus
 
 SOURCES = [f"a dog and {i} cats" for i in range(12)]
 TARGETS = [f"ein Hund und {i} Katzen" for i in range(12)]
@@ -138,20 +137,32 @@ def test_a_given_tokenizer_is_used_as_it_is(tmp_path, raw):
 
 
 def test_the_fingerprint_changes_with_the_text_and_the_tokenizer_alone(tmp_path, raw):
-    def fingerprint(train, validation=None, **arguments):
+    def prepared(train, validation=None, **arguments):
         return run(tmp_path, train, validation, overwrite=True, **arguments)["fingerprint"]
 
-    first = fingerprint(text(raw))
-    assert fingerprint(text(raw, "same")) == first
+    first = prepared(text(raw))
+    assert prepared(text(raw, "same")) == first
     swapped = [TARGETS[1], TARGETS[0], *TARGETS[2:]]
     others = [
-        fingerprint(text(raw, "train", SOURCES, swapped), tokenizer=tmp_path / "out" / "tokenizer"),
-        fingerprint(text(raw, "train", SOURCES[:-1], TARGETS[:-1])),
-        fingerprint(text(raw), text(raw, "validation", SOURCES[:2], TARGETS[:2])),
-        fingerprint(text(raw), text(raw, "validation", SOURCES[:2], TARGETS[1:3])),
-        fingerprint(text(raw), vocab_size=265),
+        prepared(text(raw, "train", SOURCES, swapped), tokenizer=tmp_path / "out" / "tokenizer"),
+        prepared(text(raw, "train", SOURCES[:-1], TARGETS[:-1])),
+        prepared(text(raw), text(raw, "validation", SOURCES[:2], TARGETS[:2])),
+        prepared(text(raw), text(raw, "validation", SOURCES[:2], TARGETS[1:3])),
+        prepared(text(raw), vocab_size=265),
     ]
     assert len({first, *others}) == 6
+
+
+def test_a_fingerprint_changes_with_any_part():
+    corpus = datasets.Dataset.from_dict({"a": [[1, 2], [3]], "b": ["x", "y"]})
+    others = [
+        datasets.Dataset.from_dict({"a": [[1, 2], [4]], "b": ["x", "y"]}),
+        datasets.Dataset.from_dict({"a": [[1], [2, 3]], "b": ["x", "y"]}),
+        datasets.Dataset.from_dict({"a": [[1, 2], [3]], "b": ["x", "z"]}),
+        datasets.Dataset.from_dict({"a": [[1, 2], [3]], "b": ["xy", ""]}),
+    ]
+    assert fingerprint(corpus, "text") == fingerprint(corpus.select([0, 1]), "text")
+    assert len({fingerprint(dataset, "text") for dataset in [corpus, *others]} | {fingerprint(corpus, "texs")}) == 6
 
 
 def on_disk(folder, rows):

@@ -14,14 +14,16 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from transformers import AutoTokenizer
 
 import vanilla_transformer
 from vanilla_transformer import VanillaTransformerForConditionalGeneration, training
 from vanilla_transformer.checkpoint import checkpoints, load_state
 from vanilla_transformer.data import Collator, PairDataset, TokenBatchSampler, pair_lengths, tokenize
+from vanilla_transformer.prepare import Corpus
 from vanilla_transformer.recipe import Recipe
 from vanilla_transformer.tokenizer import train_tokenizer
-from vanilla_transformer.training import Corpus, SummedLoss, fingerprint, train
+from vanilla_transformer.training import SummedLoss, train
 
 
 def make_corpus(pairs=40, seed=0, validation=True):
@@ -165,7 +167,7 @@ def test_clipped_gradients_move_the_weights_less(corpus, tmp_path):
 
 
 def test_the_loss_falls(corpus, tmp_path):
-    run_quietly(make_recipe(steps=40, save_every=10, learning_rate_factor=0.3), corpus, tmp_path / "run")
+    run_quietly(make_recipe(steps=30, save_every=10, learning_rate_factor=0.1), corpus, tmp_path / "run")
     losses = [figures["validation_loss"] for figures in log_of(tmp_path / "run")]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.8 * losses[0]
@@ -244,7 +246,7 @@ def test_checkpoints_are_models_and_the_last_ones_are_kept(corpus, tmp_path):
     model = VanillaTransformerForConditionalGeneration.from_pretrained(saved)
     assert model.config.src_lang == "en" and model.config.tgt_lang == "de"
     assert (model.generation_config.num_beams, model.generation_config.gnmt_alpha) == (4, 0.6)
-    assert training.AutoTokenizer.from_pretrained(saved)("ab cd")["input_ids"] == corpus.tokenizer("ab cd")["input_ids"]
+    assert AutoTokenizer.from_pretrained(saved)("ab cd")["input_ids"] == corpus.tokenizer("ab cd")["input_ids"]
 
 
 def test_the_log_has_a_line_an_evaluation(corpus, tmp_path):
@@ -323,9 +325,11 @@ def test_a_restart_forgets_what_was_there(corpus, begun):
     run_quietly(make_recipe(steps=3, seed=4), corpus, begun, restart=True)
     assert [figures["step"] for figures in log_of(begun)] == [3]
     assert [path.name for path in checkpoints(begun)] == ["step-00000003"]
+    run_quietly(make_recipe(steps=2, seed=4), corpus, begun, restart=True)  # finished, this time
+    assert [path.name for path in checkpoints(begun)] == ["step-00000002"]
 
 
-def test_a_finished_training_is_refused_unless_restarted(corpus, finished, tmp_path):
+def test_a_finished_training_is_refused_and_left_as_it_is(corpus, finished):
     before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*"))
     with pytest.raises(FileExistsError, match="holds a finished training of 10 steps"):
         run_quietly(make_recipe(), corpus, finished)
@@ -347,24 +351,13 @@ def test_a_loss_that_is_not_finite_before_any_checkpoint_says_so(corpus, tmp_pat
         run_quietly(make_recipe(), corpus, tmp_path / "run")
 
 
-def test_a_fingerprint_changes_with_any_part():
-    corpus = datasets.Dataset.from_dict({"a": [[1, 2], [3]], "b": ["x", "y"]})
-    others = [
-        datasets.Dataset.from_dict({"a": [[1, 2], [4]], "b": ["x", "y"]}),
-        datasets.Dataset.from_dict({"a": [[1], [2, 3]], "b": ["x", "y"]}),
-        datasets.Dataset.from_dict({"a": [[1, 2], [3]], "b": ["x", "z"]}),
-        datasets.Dataset.from_dict({"a": [[1, 2], [3]], "b": ["xy", ""]}),
-    ]
-    assert fingerprint(corpus, "text") == fingerprint(corpus.select([0, 1]), "text")
-    assert len({fingerprint(dataset, "text") for dataset in [corpus, *others]} | {fingerprint(corpus, "texs")}) == 6
-
-
 # Several processes
 
 
 def main_of_several_processes(folder):
     """What `torchrun` runs in each of two processes: a straight training, a killed one, and one without dropout."""
     corpus, monkeypatch = make_corpus(), pytest.MonkeyPatch()
+    monkeypatch.setattr(Accelerator, "end_training", lambda self: None)  # it would end the process group for good
     run_quietly(make_recipe(), corpus, folder / "straight")
     interrupt_at(monkeypatch, 8)
     with pytest.raises(KeyboardInterrupt):
@@ -381,7 +374,7 @@ def test_two_processes_train_as_one_does_and_resume_to_the_same_numbers(corpus, 
     (tmp_path / "main.py").write_text(code)
     paths = [str(Path(vanilla_transformer.__file__).parents[1]), str(Path(__file__).parent)]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", tmp_path / "main.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "main.py"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -154,6 +154,8 @@ class VanillaTransformerAttention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, config.num_heads * self.d_k, bias=bias)
         self.v_proj = nn.Linear(config.d_model, config.num_heads * self.d_v, bias=bias)
         self.out_proj = nn.Linear(config.num_heads * self.d_v, config.d_model, bias=bias)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            projection.xavier_gain = 0.5**0.5  # see `_init_weights`
 
     def forward(self, hidden_states, attention_mask=None, memory=None, cache=None, **kwargs):
         """Attend from `hidden_states` to `memory`, or to themselves where that is `None`.
@@ -312,8 +314,11 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
         |                                     |                        | as output matrix, logits of variance near 1   |
         | embedding of the padding            | 0                      | it is nobody's word                           |
         | learned positions                   | N(0, 1/2)              | the variance of the sinusoids                 |
-        | attention and feed-forward matrices | Xavier uniform, gain 1 | keeps variance both ways; Tensor2Tensor and   |
-        |                                     |                        | fairseq train post-LN stacks with it          |
+        | W^Q, W^K, W^V                       | Xavier uniform, gain   | Xavier for the three as one matrix, as in T2T |
+        |                                     | 1/sqrt(2)              | and fairseq; with 1, attention's average      |
+        |                                     |                        | drowns the words, layer by layer, and the     |
+        |                                     |                        | decoder finds nothing to attend to            |
+        | W^O, feed-forward W_1 and W_2       | Xavier uniform, gain 1 | keeps variance both ways                      |
         | biases                              | 0                      | no preference before training                 |
         | layer normalisation: gain, bias     | 1, 0                   | starts as the plain normalisation             |
         | output matrix, if not tied          | N(0, 1/D)              | as the embedding that it stands for           |
@@ -322,7 +327,7 @@ class VanillaTransformerPreTrainedModel(PreTrainedModel):
             if module is getattr(self, "lm_head", None):
                 init.normal_(module.weight, mean=0.0, std=self.config.d_model**-0.5)
             else:
-                init.xavier_uniform_(module.weight)
+                init.xavier_uniform_(module.weight, gain=getattr(module, "xavier_gain", 1.0))
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, LearnedPositions):
