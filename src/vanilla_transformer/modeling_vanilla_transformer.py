@@ -155,7 +155,7 @@ class VanillaTransformerAttention(nn.Module):
         self.v_proj = nn.Linear(config.d_model, config.num_heads * self.d_v, bias=bias)
         self.out_proj = nn.Linear(config.num_heads * self.d_v, config.d_model, bias=bias)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
-            projection.xavier_gain = 0.5**0.5  # see `_init_weights`
+            projection.xavier_gain = 0.5**0.5  # for `_init_weights`, which sees one matrix at a time
 
     def forward(self, hidden_states, attention_mask=None, memory=None, cache=None, **kwargs):
         """Attend from `hidden_states` to `memory`, or to themselves where that is `None`.
