@@ -58,6 +58,7 @@ def prepare(
     validation_target: Annotated[str | None, typer.Option(help="The same for validation.")] = None,
     dataset: Annotated[str | None, typer.Option(help="In place of files: a datasets folder or Hub name.")] = None,
     config: Annotated[str | None, typer.Option(help="The dataset's configuration, such as de-en.")] = None,
+    validation_split: Annotated[str, typer.Option(help="The dataset's split, or none.")] = "validation",
     tokenizer: Annotated[Path | None, typer.Option(help="Use this tokenizer instead of learning one.")] = None,
     drop_empty: Annotated[bool, typer.Option(help="Leave out pairs with an empty side.")] = False,
     num_proc: Annotated[int | None, typer.Option(help="Processes that tokenise.")] = None,
@@ -68,8 +69,11 @@ def prepare(
         raise typer.BadParameter("give either --source (with --target) or --dataset")
     validation = None
     if dataset is not None:
+        if target is not None or validation_source is not None or validation_target is not None:
+            raise typer.BadParameter("--target and --validation-… go with --source, not with --dataset")
         train = preparation.Bitext(dataset, config=config, split="train")
-        validation = preparation.Bitext(dataset, config=config, split="validation")
+        if validation_split != "none":
+            validation = preparation.Bitext(dataset, config=config, split=validation_split)
     else:
         train = preparation.Bitext(source, target)
         if validation_source is not None:
@@ -118,19 +122,23 @@ def score(
     batch_size: Annotated[int, typer.Option(help="Sentences translated together.")] = 32,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Write the translations here.")] = None,
+    tgt_lang: Annotated[str | None, typer.Option(help="Where the model does not declare it.")] = None,
 ):
     """Translate a test set and score it: BLEU, chrF, and BLEU on lower-cased tokens."""
     if output is not None and output.exists():
         raise typer.BadParameter(f"{output} exists already: choose another name")
     texts, references = zip(*read_parallel_files(source, target), strict=True)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(model).to(device)
+    tgt_lang = tgt_lang or loaded.config.tgt_lang
+    if tgt_lang is None:
+        raise ValueError(f"{model} does not declare its target language: pass --tgt-lang")
     generation = {} if num_beams is None else {"num_beams": num_beams}
     translations = evaluation.translate(
         loaded, AutoTokenizer.from_pretrained(model), list(texts), batch_size, show_progress=True, **generation
     )
     if output is not None:
         output.write_text("".join(f"{text}\n" for text in translations), encoding="utf-8")
-    typer.echo(evaluation.score(translations, list(references), loaded.config.tgt_lang or "en"))
+    typer.echo(evaluation.score(translations, list(references), tgt_lang))
 
 
 @app.command()

@@ -15,6 +15,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -133,10 +134,10 @@ def read_dataset(name: str, src_lang: str, tgt_lang: str, split: str, config: st
     """
     if Path(name).is_dir() and ((Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists()):
         loaded = datasets.load_from_disk(name)
-        if isinstance(loaded, datasets.DatasetDict):
-            if split not in loaded:
-                raise ValueError(f"{name} has no split {split!r}, only {sorted(loaded)}")
-            loaded = loaded[split]
+        splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+        if split not in splits:
+            raise ValueError(f"{name} has no split {split!r}, only {sorted(splits)}")
+        loaded = splits[split]
     else:
         loaded = datasets.load_dataset(name, config, split=split)
     if "translation" in loaded.column_names:
@@ -188,22 +189,42 @@ def read_bitext(
         raise ValueError(f"{source} has no target beside it, and only .tsv and .jsonl files hold both sides")
     path = Path(folder) / "bitext.arrow"
     schema = pa.schema({"source": pa.string(), "target": pa.string()})
-    empty: list[int] = []
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        numbered = enumerate(pairs, start=1)
-        while block := list(itertools.islice(numbered, READ_AT_ONCE)):
-            empty += [number for number, pair in block if not (pair[0].strip() and pair[1].strip())]
-            full = [pair for _, pair in block if pair[0].strip() and pair[1].strip()]
-            writer.write(pa.record_batch([[s for s, _ in full], [t for _, t in full]], schema=schema))
-    bitext = datasets.Dataset.from_file(str(path))
-    if empty and not drop_empty:
-        first = ", ".join(map(str, empty[:LONGEST_LIST])) + (", …" if len(empty) > LONGEST_LIST else "")
+        while block := list(itertools.islice(pairs, READ_AT_ONCE)):
+            writer.write(pa.record_batch([[s for s, _ in block], [t for _, t in block]], schema=schema))
+    return refuse_empty_pairs(datasets.Dataset.from_file(str(path)), source, drop_empty)
+
+
+def refuse_empty_pairs(bitext: datasets.Dataset, name: str | Path, drop_empty: bool = False) -> datasets.Dataset:
+    """Refuse pairs with nothing but white space on a side, or leave them out.
+
+    Args:
+        bitext: dataset with the columns `source` and `target`.
+        name: of the text, for the message.
+        drop_empty: leave such pairs out.
+
+    Returns:
+        The dataset without them.
+
+    Raises:
+        ValueError: there are some and `drop_empty` is not set, or nothing is left.
+    """
+    empty, seen = [], 0
+    for start in range(0, len(bitext), READ_AT_ONCE):
+        table = bitext.with_format("arrow")[start : start + READ_AT_ONCE]
+        sides = [pc.fill_null(pc.utf8_trim_whitespace(table.column(side)), "") for side in ("source", "target")]
+        is_empty = pc.or_(pc.equal(sides[0], ""), pc.equal(sides[1], "")).to_numpy()
+        empty.append(np.flatnonzero(is_empty) + seen)
+        seen += len(is_empty)
+    empty = np.concatenate(empty) if empty else np.zeros(0, dtype=np.int64)
+    if len(empty) and not drop_empty:
+        first = ", ".join(str(i + 1) for i in empty[:LONGEST_LIST]) + (", …" if len(empty) > LONGEST_LIST else "")
         raise ValueError(
-            f"{len(empty)} pairs of {source} have an empty side (lines {first}): remove them, or pass drop_empty"
+            f"{len(empty)} pairs of {name} have an empty side (lines {first}): remove them, or --drop-empty"
         )
-    if len(bitext) == 0:
-        raise ValueError(f"{source} holds no pairs of sentences")
-    return bitext
+    if len(empty) == len(bitext):
+        raise ValueError(f"{name} holds no pairs of sentences")
+    return bitext.select(np.setdiff1d(np.arange(len(bitext)), empty)) if len(empty) else bitext
 
 
 def tokenize(

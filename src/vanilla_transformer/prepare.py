@@ -11,7 +11,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .checkpoint import write_folder
-from .data import LONGEST_LIST, pair_lengths, read_bitext, read_dataset, tokenize
+from .data import LONGEST_LIST, pair_lengths, read_bitext, read_dataset, refuse_empty_pairs, tokenize
 from .recipe import Recipe
 from .tokenizer import train_tokenizer
 
@@ -35,7 +35,8 @@ class Bitext:
     def read(self, recipe: Recipe, folder: Path, drop_empty: bool) -> datasets.Dataset:
         """Dataset with the columns `source` and `target`, its text put in `folder`."""
         if self.split is not None:
-            return read_dataset(self.source, recipe.src_lang, recipe.tgt_lang, self.split, self.config)
+            bitext = read_dataset(self.source, recipe.src_lang, recipe.tgt_lang, self.split, self.config)
+            return refuse_empty_pairs(bitext, f"{self.source}, {self.split}", drop_empty)
         folder.mkdir()
         return read_bitext(self.source, self.target, recipe.src_lang, recipe.tgt_lang, folder, drop_empty)
 
