@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
 
 NUM_BEAMS = 4
 GNMT_ALPHA = 0.6
@@ -122,7 +123,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         if source is None:
             return super().generate(inputs, generation_config, logits_processor, stopping_criteria, **kwargs)
         if source.shape[0] == 0:
-            return torch.full((0, 1), self.config.decoder_start_token_id, dtype=torch.long, device=source.device)
+            return self._no_translations(source.device, generation_config, kwargs)
 
         # What is settled here goes where the caller put the rest, so that transformers sees one source of settings.
         settled = {"gnmt_alpha": self._settle_gnmt_alpha(generation_config, kwargs)}
@@ -145,15 +146,25 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         return next((value for value in values if value is not None), None)
 
     def _settle_gnmt_alpha(self, generation_config, kwargs):
-        """alpha, or `None` where `length_penalty` is set as near to the call as alpha, or nearer."""
-        for level in (kwargs.get, lambda name: getattr(generation_config, name, None)):
-            if level("length_penalty") is not None:
-                return None
-            if level("gnmt_alpha") is not None:
-                return _number("gnmt_alpha", level("gnmt_alpha"))
-        if self.generation_config.length_penalty is not None:
-            return None
-        return self.generation_config.gnmt_alpha
+        """alpha, or False where `length_penalty` is set as near to the call as alpha, or nearer.
+
+        Not `None`, which transformers would take for not set.
+        """
+        for level in (kwargs, vars(generation_config or GenerationConfig()), vars(self.generation_config)):
+            if level.get("length_penalty") is not None:
+                return False
+            if level.get("gnmt_alpha") is not None:
+                return _number("gnmt_alpha", level["gnmt_alpha"])
+        return False
+
+    def _no_translations(self, device, generation_config, kwargs):
+        """What `generate` gives for an empty batch."""
+        sequences = torch.full((0, 1), self.config.decoder_start_token_id, dtype=torch.long, device=device)
+        if not self._given("return_dict_in_generate", generation_config, kwargs):
+            return sequences
+        if self._given("num_beams", generation_config, kwargs) == 1:
+            return GenerateEncoderDecoderOutput(sequences=sequences)
+        return GenerateBeamEncoderDecoderOutput(sequences=sequences, sequences_scores=torch.zeros(0, device=device))
 
     def _source_length_limits(self, source, generation_config, kwargs):
         """(B,) the most tokens to generate for each sentence: its source tokens plus `max_new_tokens_over_source`."""
@@ -197,7 +208,7 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """transformers' beam search with our ranking, and with `pad_token_id` after the end of every hypothesis."""
         limits = next((c.limits for c in stopping_criteria if isinstance(c, SourceLengthLimit)), None)
         generation_config.length_penalty = BeamScore(
-            gnmt_alpha=generation_config.gnmt_alpha,
+            gnmt_alpha=None if generation_config.gnmt_alpha is False else generation_config.gnmt_alpha,
             length_penalty=generation_config.length_penalty,
             limits=None if limits is None else limits.unsqueeze(-1).to(input_ids.device),
             num_return_sequences=generation_config.num_return_sequences,

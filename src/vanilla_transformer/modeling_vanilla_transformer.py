@@ -103,9 +103,8 @@ def masked_cross_entropy(logits, labels, num_items_in_batch=None, **kwargs) -> t
     """
     labels = labels.to(logits.device)
     total = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
-    if num_items_in_batch is None:
-        return total / labels.ne(-100).sum().clamp(min=1)
-    return total / num_items_in_batch
+    count = labels.ne(-100).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    return total / count.to(total.device).clamp(min=1)
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -172,6 +171,8 @@ class VanillaTransformerAttention(nn.Module):
         query = self._split_heads(self.q_proj(hidden_states), self.d_k)  # (B, H, T, K)
         key, value = self._keys_and_values(hidden_states, memory, cache)  # (B, H, S, K), (B, H, S, V)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        if query.numel() == 0 or key.numel() == 0:  # no sentences, or none to attend to: fused kernels fail on these
+            attend, attention_mask = eager_attention_forward, None
         output, weights = attend(
             self,
             query,
