@@ -93,8 +93,12 @@ def test_datasets_on_disk_are_read(tmp_path, nested, splits):
     if splits:
         dataset = datasets.DatasetDict({"train": dataset.select([0]), "validation": dataset})
     dataset.save_to_disk(tmp_path / "corpus")
-    assert as_pairs(read_dataset(str(tmp_path / "corpus"), "en", "de", "validation")) == PAIRS
-    assert as_pairs(read_dataset(str(tmp_path / "corpus"), "de", "en", "validation")) == [(t, s) for s, t in PAIRS]
+    split = "validation" if splits else "train"  # a dataset without splits is one of training
+    assert as_pairs(read_dataset(str(tmp_path / "corpus"), "en", "de", split)) == PAIRS
+    assert as_pairs(read_dataset(str(tmp_path / "corpus"), "de", "en", split)) == [(t, s) for s, t in PAIRS]
+    if not splits:
+        with pytest.raises(ValueError, match="no split 'validation'"):
+            read_dataset(str(tmp_path / "corpus"), "en", "de", "validation")
 
 
 def test_what_is_no_folder_is_read_from_the_hub(monkeypatch):

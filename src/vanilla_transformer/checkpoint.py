@@ -30,25 +30,24 @@ def write_folder(folder: str | Path, write: Callable[[Path], None], overwrite: b
     folder = Path(folder)
     if folder.exists() and not overwrite:
         raise FileExistsError(f"{folder} exists already: choose another name, or ask for it to be overwritten")
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    aside, replaced = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
+    for stale in (aside, replaced):
+        shutil.rmtree(stale, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         write(aside)
         for path in aside.rglob("*"):
             _fsync(path)
         if folder.exists():
-            replaced = folder.with_name(f".{folder.name}.old")
-            shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
-            aside.rename(folder)
-            shutil.rmtree(replaced)
-        else:
-            aside.rename(folder)
+        aside.rename(folder)
         _fsync(folder.parent)
     except BaseException:
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _fsync(path):
@@ -69,8 +68,8 @@ def checkpoints(run: str | Path) -> list[Path]:
     Returns:
         Folders named `step-…`.
     """
-    found = [path for path in (Path(run) / "checkpoints").glob("step-*") if (path / WEIGHTS).exists()]
-    return sorted(found, key=step_of)
+    folders = (path for path in (Path(run) / "checkpoints").glob("step-*") if NAME.fullmatch(path.name))
+    return sorted((path for path in folders if (path / WEIGHTS).exists()), key=step_of)
 
 
 def step_of(checkpoint: str | Path) -> int:

@@ -109,12 +109,15 @@ def read_jsonl(path: str | Path, src_lang: str, tgt_lang: str) -> Iterator[tuple
         try:
             record = json.loads(line)
             pair = record.get("translation", record)
-            yield pair[src_lang], pair[tgt_lang]
+            source, target = pair[src_lang], pair[tgt_lang]
+            if not (isinstance(source, str) and isinstance(target, str)):
+                raise TypeError("not text")
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}, line {number}: expected a JSON object with the keys {src_lang!r} and {tgt_lang!r}, "
-                f"got {line[:80]!r}"
+                f"{path}, line {number}: expected a JSON object with the keys {src_lang!r} and {tgt_lang!r} "
+                f"and text under them, got {line[:80]!r}"
             ) from error
+        yield source, target
 
 
 def read_dataset(name: str, src_lang: str, tgt_lang: str, split: str, config: str | None = None) -> datasets.Dataset:
@@ -228,7 +231,11 @@ def refuse_empty_pairs(bitext: datasets.Dataset, name: str | Path, drop_empty: b
 
 
 def tokenize(
-    bitext: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, keep_text: bool = False, num_proc: int | None = None
+    bitext: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    keep_text: bool = False,
+    num_proc: int | None = None,
+    folder: str | Path | None = None,
 ) -> datasets.Dataset:
     """Turn text into ids.
 
@@ -237,6 +244,7 @@ def tokenize(
         tokenizer: the shared one.
         keep_text: keep the two columns, for scoring.
         num_proc: processes to use; `None` for this one.
+        folder: where the ids are put, memory-mapped from then on; `None` keeps them in memory.
 
     Returns:
         Dataset with the columns `input_ids` and `labels`, which end in `</s>`.
@@ -255,6 +263,10 @@ def tokenize(
         to_ids,
         batched=True,
         num_proc=num_proc,
+        # Not beside the text, which may be somebody else's folder, and not from what an earlier call left there.
+        cache_file_name=None if folder is None else str(Path(folder) / "ids.arrow"),
+        keep_in_memory=folder is None,
+        load_from_cache_file=False,
         remove_columns=[] if keep_text else bitext.column_names,
         features=datasets.Features({**text, "input_ids": ids, "labels": ids}),
         desc="tokenising",
@@ -335,7 +347,7 @@ class TokenBatchSampler:
         # By target length, and within one back and forth by source length, so that neighbours differ little in both.
         order = order[np.lexsort((np.where(target % 2, source, -source), target))]
         starts = self._cut(self.source_lengths[order], self.target_lengths[order])
-        batches = np.split(order, starts[1:])
+        batches = np.split(order, starts[1:]) if starts else []
         random.shuffle(batches)
         return batches
 

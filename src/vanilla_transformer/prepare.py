@@ -36,8 +36,7 @@ class Bitext:
         """Dataset with the columns `source` and `target`, its text put in `folder`."""
         if self.split is not None:
             bitext = read_dataset(self.source, recipe.src_lang, recipe.tgt_lang, self.split, self.config)
-            return refuse_empty_pairs(bitext, f"{self.source}, {self.split}", drop_empty)
-        folder.mkdir()
+            return refuse_empty_pairs(bitext, f"{self.split} of {self.source}", drop_empty)
         return read_bitext(self.source, self.target, recipe.src_lang, recipe.tgt_lang, folder, drop_empty)
 
 
@@ -80,9 +79,10 @@ def prepare(
 
     def write(folder):
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-text-") as scratch:
-            texts = {"train": train.read(recipe, Path(scratch, "train"), drop_empty)}
-            if validation is not None:
-                texts["validation"] = validation.read(recipe, Path(scratch, "validation"), drop_empty)
+            splits = {"train": train} if validation is None else {"train": train, "validation": validation}
+            for name in splits:
+                Path(scratch, name).mkdir()
+            texts = {name: split.read(recipe, Path(scratch, name), drop_empty) for name, split in splits.items()}
             if tokenizer is None:
                 sentences = (text for side in ("source", "target") for text in _column(texts["train"], side))
                 learned = train_tokenizer(sentences, recipe.vocab_size, show_progress)
@@ -91,7 +91,7 @@ def prepare(
             learned.save_pretrained(folder / "tokenizer")
             kept = {}
             for name, bitext in texts.items():
-                ids = tokenize(bitext, learned, keep_text=name != "train", num_proc=num_proc)
+                ids = tokenize(bitext, learned, name != "train", num_proc, folder=Path(scratch, name))
                 kept[name], report[name] = _leave_out_long(name, ids, recipe.max_length)
                 kept[name].save_to_disk(folder / name)
         report["vocab_size"] = len(learned)

@@ -11,7 +11,7 @@ from .configuration_vanilla_transformer import VanillaTransformerConfig
 
 
 @strict
-@dataclass(kw_only=True, frozen=True)
+@dataclass(kw_only=True)
 class Recipe:
     """What distinguishes one training from another; a file says only where it differs from these defaults.
 
@@ -68,10 +68,15 @@ class Recipe:
         for name in (*counts, "save_every", "keep_last"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("learning_rate_factor", "adam_epsilon", "max_gradient_norm"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.validation_bleu_sentences < 0:
+            raise ValueError(f"validation_bleu_sentences must be at least 0, got {self.validation_bleu_sentences}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
-        if len(self.adam_betas) != 2:
-            raise ValueError(f"adam_betas must be two numbers, got {self.adam_betas}")
+        if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(f"adam_betas must be two numbers of at least 0 and below 1, got {self.adam_betas}")
         if self.mixed_precision not in (None, "no", "bf16", "fp16"):
             raise ValueError(f"mixed_precision must be 'no', 'bf16' or 'fp16', got {self.mixed_precision!r}")
 
@@ -89,6 +94,8 @@ class Recipe:
         """
         known = set(VanillaTransformerConfig.__annotations__)
         for key in self.model:
+            if key in ("vocab_size", "src_lang", "tgt_lang"):
+                raise ValueError(f"{key} under model is the recipe's own knob: set it there")
             if key not in known:
                 raise ValueError(_unknown("field under model", key, known))
         return VanillaTransformerConfig(

@@ -133,6 +133,8 @@ def train(
             batch_sampler=sampler,
             collate_fn=collate,
             num_workers=workers,
+            # Of its own, as every epoch draws from it, and dropout's generator must not notice where epochs begin.
+            generator=torch.Generator(),
             pin_memory=accelerator.device.type == "cuda",
         ),
         sampler,
