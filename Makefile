@@ -33,7 +33,6 @@ lint: .venv/installed
 
 # torch goes first and alone: resolved together with the rest, pip may look at gigabytes of other builds of it.
 .venv/installed .venv-oldest/installed: %/installed: pyproject.toml constraints/tested.txt constraints/oldest.txt
-	rm -rf $*
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) torch
 	$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[test]'

@@ -66,6 +66,10 @@ def test_case_and_quotes_count_in_bleu_and_not_in_the_lowercased_tokenised_one()
     assert scores.hypothesis_length == scores.reference_length == 9
 
 
+def test_lowercased_tokens_are_not_tokenised_again():
+    assert score(["Er hat z.B. Geld."] * 2, ["Er hat z.B. Geld."] * 2, "de").reference_length == 2 * 5
+
+
 @pytest.mark.parametrize(
     ("lang", "text", "tokens"),
     [

@@ -57,15 +57,16 @@ def test_a_prepared_corpus_holds_the_tokenised_text(tmp_path, raw):
     }
 
 
-def test_only_the_training_text_teaches_the_tokenizer(tmp_path, raw):
-    run(tmp_path, text(raw), text(raw, "validation", ["zzzz zzzz"] * 50, ["zzzz"] * 50))
-    assert load_corpus(tmp_path / "out").tokenizer.tokenize("zz") == ["z", "z"]
+def test_both_sides_of_the_training_text_teach_the_tokenizer_and_nothing_else(tmp_path, raw):
+    run(tmp_path, text(raw), text(raw, "validation", ["zzzz zzzz"] * 50, ["zzzz"] * 50), vocab_size=400)
+    assert load_corpus(tmp_path / "out").tokenizer.tokenize("zz cats Katzen") == ["z", "z", "Ġcats", "ĠKatzen"]
 
 
 def test_pairs_that_are_too_long_are_left_out_counted_and_named(tmp_path, raw):
     sources, targets = list(SOURCES), list(TARGETS)
-    sources[1] = targets[4] = sources[7] = "\u00e4" * 40
-    targets[9] = "\u00e4" * 29 + "x"  # 59 bytes and </s>: just short enough
+    sources[1] = sources[7] = "\u00e4" * 40
+    targets[4] = "\u00e4" * 30  # 60 bytes and </s>: one too many
+    targets[9] = "\u00e4" * 29 + "x"
     report = run(tmp_path, text(raw, "train", sources, targets), vocab_size=260)["train"]
     corpus = load_corpus(tmp_path / "out")
     kept = [i for i in range(12) if i not in (1, 4, 7)]
