@@ -94,15 +94,12 @@ def plain_beam_search(model, source, limit, num_beams, penalty, stop_when_full=F
 
 @pytest.fixture
 def tiny(make_model):
-    """A model of six words that is sure enough of itself to end early now and then."""
-
-    def make(seed=0):
-        model = make_model(seed=seed, vocab_size=6, encoder_layers=1, decoder_layers=1)
-        with torch.no_grad():
-            model.get_decoder().layers[-1].ffn_norm.weight.mul_(2.5)
-        return model
-
-    return make
+    """A model of six words that is sure of itself and ends some sentences early and others late."""
+    model = make_model(seed=149, vocab_size=6, encoder_layers=1, decoder_layers=1)
+    with torch.no_grad():
+        model.get_decoder().layers[-1].cross_attn_norm.weight.mul_(2)
+        model.get_decoder().layers[-1].ffn_norm.weight.mul_(3)
+    return model
 
 
 def check_hypotheses(output, expected, wanted):
@@ -244,58 +241,65 @@ def test_a_penalty_holds_wherever_it_is_set(model, batch, route, penalty):
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
 @pytest.mark.parametrize("wanted", [1, 5])
 def test_a_wide_beam_finds_what_exhaustive_search_finds(tiny, penalty, wanted):
-    model = tiny()
     source = torch.tensor([[3, 4, 5, 2], [5, 2, 0, 0], [4, 4, 2, 0]])
     mask = source.ne(PAD).long()
     expected = [
-        [(penalised(log_p, len(t), penalty), t) for t, log_p in every_hypothesis(model, row, 4).items()]
+        [(penalised(log_p, len(t), penalty), t) for t, log_p in every_hypothesis(tiny, row, 4).items()]
         for row in sentences({"input_ids": source, "attention_mask": mask})
     ]
     settings = {"num_beams": 160, "num_return_sequences": wanted, "max_new_tokens": 4, **penalty, **SCORES}
-    check_hypotheses(model.generate(source, attention_mask=mask, **settings), expected, wanted)
+    check_hypotheses(tiny.generate(source, attention_mask=mask, **settings), expected, wanted)
 
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
 def test_a_wide_beam_finds_what_exhaustive_search_finds_within_every_sentences_own_limit(tiny, penalty):
-    model = tiny()
     source = torch.tensor([[3, 2, 0], [5, 4, 2], [2, 0, 0], [3, 3, 2]])
     mask = source.ne(PAD).long()
     expected = [
-        [(penalised(log_p, len(t), penalty), t) for t, log_p in every_hypothesis(model, row, row.shape[1] + 1).items()]
+        [(penalised(log_p, len(t), penalty), t) for t, log_p in every_hypothesis(tiny, row, row.shape[1] + 1).items()]
         for row in sentences({"input_ids": source, "attention_mask": mask})
     ]
     settings = {"num_beams": 160, "num_return_sequences": 4, "max_new_tokens_over_source": 1, **penalty, **SCORES}
-    check_hypotheses(model.generate(source, attention_mask=mask, **settings), expected, 4)
+    check_hypotheses(tiny.generate(source, attention_mask=mask, **settings), expected, 4)
 
 
-@pytest.mark.parametrize("own_limits", [True, False])
-@pytest.mark.parametrize("early_stopping", [False, "never", True])
-@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
-def test_a_search_that_stops_early_finds_what_one_that_never_does(tiny, penalty, early_stopping, own_limits):
-    model = tiny(seed=3)
+def check_narrow_beams(tiny, penalty, early_stopping, own_limits):
+    """A beam of 3 gives what the plain search does, be the best or all three asked for."""
     rows = [[3, 2], [4, 2], [5, 3, 2], [5, 4, 2], [3, 3, 4, 2], [4, 5, 5, 2], [5, 5, 5, 2], [2]]
     source = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     limits = [len(row) + 3 if own_limits else 7 for row in rows]
     limit = {"max_new_tokens_over_source": 3} if own_limits else {"max_new_tokens": 7}
     expected = [
-        plain_beam_search(model, torch.tensor([row]), most, 3, penalty, stop_when_full=early_stopping is True)
+        plain_beam_search(tiny, torch.tensor([row]), most, 3, penalty, stop_when_full=early_stopping is True)
         for row, most in zip(rows, limits, strict=True)
     ]
     for wanted in (1, 3):
         settings = {"num_beams": 3, "num_return_sequences": wanted, "early_stopping": early_stopping, **limit}
-        output = model.generate(source, attention_mask=source.ne(PAD).long(), **settings, **penalty, **SCORES)
+        output = tiny.generate(source, attention_mask=source.ne(PAD).long(), **settings, **penalty, **SCORES)
         check_hypotheses(output, expected, wanted)
 
 
+@pytest.mark.parametrize("own_limits", [True, False])
+@pytest.mark.parametrize("early_stopping", [False, "never"])
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+def test_a_search_that_stops_early_finds_what_one_that_never_does(tiny, penalty, early_stopping, own_limits):
+    check_narrow_beams(tiny, penalty, early_stopping, own_limits)
+
+
+@pytest.mark.parametrize("own_limits", [True, False])
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+def test_early_stopping_ends_a_search_when_its_beams_are_full(tiny, penalty, own_limits):
+    check_narrow_beams(tiny, penalty, True, own_limits)
+
+
 def test_prefixes_are_constrained_by_a_function(tiny):
-    model = tiny()
     source = torch.tensor([[3, 4, 2], [5, 3, 2]])
     allowed = {0: [[5], [3, END], [4, END], [4, END]], 1: [[3, 4], [3, 4], [3, 4], [END]]}
 
     def fits(sentence, tokens):
         return all(token in allowed[sentence][i] for i, token in enumerate(tokens))
 
-    output = model.generate(
+    output = tiny.generate(
         source,
         prefix_allowed_tokens_fn=lambda sentence, prefix: allowed[sentence][len(prefix) - 1],
         num_beams=30,
@@ -306,7 +310,7 @@ def test_prefixes_are_constrained_by_a_function(tiny):
     expected = [
         [
             (penalised(log_p, len(tokens), {}), tokens)
-            for tokens, log_p in every_hypothesis(model, source[i : i + 1], 4).items()
+            for tokens, log_p in every_hypothesis(tiny, source[i : i + 1], 4).items()
             if fits(i, tokens)
         ]
         for i in range(2)

@@ -24,13 +24,13 @@ FILES = (
 USAGE = """
 ## Use
 
-With the package, `pip install vanilla-transformer`:
+With the package `vanilla_transformer` installed:
 
 ```python
 import vanilla_transformer
 from transformers import pipeline
 
-translate = pipeline("translation", model="{repo_id}")
+translate = pipeline("translation", model="path/to/{name}")  # this repository's folder, or its name on the Hub
 translate({example!r})
 ```
 
@@ -88,7 +88,7 @@ def build_repository(
         eval_results=evaluations,
         **metadata,
     )
-    usage = USAGE.format(repo_id=metadata.get("repo_id", output.name), example=example)
+    usage = USAGE.format(name=output.name, example=example)
     text = f"---\n{data.to_yaml()}\n---\n\n{card.strip()}\n{usage}"
 
     def write(folder):
