@@ -243,3 +243,19 @@ def test_a_folder_without_weights_is_refused_by_name(tmp_path):
 def test_an_average_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no checkpoints to average"):
         average([], tmp_path / "mean")
+
+
+def test_a_folder_that_is_none_of_ours_is_not_overwritten_even_when_asked(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "text").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds no corpus.json"):
+        write_folder(tmp_path / "thesis", lambda aside: None, overwrite=True, mark="corpus.json")
+    assert (tmp_path / "thesis" / "text").read_text() == "mine"
+
+
+def test_what_a_kill_between_two_renames_left_is_put_back(tmp_path):
+    (tmp_path / ".run.old").mkdir()
+    (tmp_path / ".run.old" / "old").write_text("x")
+    with pytest.raises(FileExistsError):
+        write_folder(tmp_path / "run", lambda aside: None)
+    assert names(tmp_path) == ["run", "run/old"]

@@ -668,3 +668,27 @@ def test_a_setting_that_is_no_number_is_refused(model, name, value, route):
             model.generate(source, generation_config=GenerationConfig(**{name: value}))
         else:
             model.generate(source)
+
+
+def test_the_trainers_prediction_leaves_the_papers_decoding_in_place(make_model, tmp_path):
+    # It fills the model's generation config with transformers' defaults: max_length=20 and length_penalty=1.0.
+    model = make_model()
+    source, endless = torch.tensor([[5] * 30 + [2]]), {"bad_words_ids": [[2]]}
+    expected = model.generate(source, **endless)
+    defaults = model.generation_config._get_default_generation_params()
+    model.generation_config.update(**defaults, defaults_only=True)
+    assert model.generation_config.max_length == 20
+    assert torch.equal(model.generate(source, **endless), expected) and expected.shape == (1, 1 + 31 + 50)
+    model.generation_config.update(**defaults, defaults_only=True)
+    model.save_pretrained(tmp_path)
+    saved = GenerationConfig.from_pretrained(tmp_path)
+    assert (saved.max_length, saved.length_penalty, saved.gnmt_alpha, saved.num_beams) == (None, None, 0.6, 4)
+
+
+def test_encoder_outputs_are_left_as_they_were(model, batch):
+    memory = model.get_encoder()(batch["input_ids"], batch["attention_mask"])
+    given = {"attention_mask": batch["attention_mask"], "num_beams": 4, "max_new_tokens": 5}
+    first = model.generate(encoder_outputs=memory, **given)
+    assert memory.last_hidden_state.shape[0] == 3
+    assert torch.equal(model.generate(encoder_outputs=memory, **given), first)
+    assert torch.equal(model.generate(encoder_outputs=(memory.last_hidden_state,), **given), first)

@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from evaluate import evaluator
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
 
 from vanilla_transformer import (
     TranslationPipeline,
@@ -217,3 +217,27 @@ def test_a_folders_code_is_not_used_while_the_package_is_installed(folder):
     assert {path.name for path in Path(folder).glob("*.py")} == {
         f"{part}_vanilla_transformer.py" for part in ("configuration", "generation", "modeling", "pipeline")
     }
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+def test_a_batch_size_that_is_none_is_refused(translate, size):
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1"):
+        translate(["a dog"], batch_size=size)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5])
+def test_a_number_of_hypotheses_that_is_none_is_refused(translate, number):
+    with pytest.raises(ValueError, match="num_return_sequences must be a whole number"):
+        translate("a dog", num_return_sequences=number)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"a dog"])
+def test_what_holds_no_texts_is_refused_at_once(translate, wrong):
+    with pytest.raises(ValueError, match="inputs must be a text"):
+        translate(wrong)
+
+
+def test_a_generation_config_of_the_call_may_ask_for_n_best(translate):
+    config = GenerationConfig(num_beams=3, num_return_sequences=2, max_new_tokens=6)
+    assert translate("a dog", generation_config=config) == translate("a dog", num_beams=3, num_return_sequences=2)
+    assert translate("a dog", return_dict_in_generate=True) == translate("a dog")

@@ -87,6 +87,9 @@ def test_an_existing_output_is_refused_unless_asked(tmp_path, raw):
     with pytest.raises(FileExistsError, match="out exists already"):
         run(tmp_path, train)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+    with pytest.raises(FileExistsError, match="none of ours to overwrite"):  # it holds no corpus
+        run(tmp_path, train, overwrite=True)
+    (tmp_path / "out" / "corpus.json").write_text("{}")
     run(tmp_path, train, overwrite=True)
     assert not (tmp_path / "out" / "precious").exists()
     assert len(load_corpus(tmp_path / "out").train) == 12

@@ -8,11 +8,13 @@ Shapes: B sentences, N beams, R returned hypotheses a sentence, T tokens.
 """
 
 import copy
+import math
 from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import GenerateBeamEncoderDecoderOutput, GenerateEncoderDecoderOutput
+from transformers.modeling_outputs import BaseModelOutput
 
 NUM_BEAMS = 4
 GNMT_ALPHA = 0.6
@@ -74,6 +76,13 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         """Give a generation config, new or loaded, the paper's values where it has none."""
         config = self.generation_config
         config._from_model_config = False  # it holds more than the model's configuration knows
+        # `Seq2SeqTrainer` writes transformers' defaults into it, a limit of 20 tokens and a length penalty among them,
+        # where nothing was set. To unset what equals a default changes nothing else.
+        filled = {k: v for k, v in GenerationConfig._get_default_generation_params().items() if k != "num_beams"}
+        if all(getattr(config, name, None) is not None for name, value in filled.items() if value is not None):
+            for name, value in filled.items():
+                if getattr(config, name, None) == value:
+                    setattr(config, name, None)
         for name, value in (
             ("gnmt_alpha", GNMT_ALPHA),
             ("max_new_tokens_over_source", MAX_NEW_TOKENS_OVER_SOURCE),
@@ -115,8 +124,12 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         source = next(
             (x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
         )
-        if source is None and kwargs.get("encoder_outputs") is not None:
-            source = kwargs["encoder_outputs"][0]
+        if kwargs.get("encoder_outputs") is not None:
+            # A copy, as transformers repeats its rows in place for every beam; and a tuple serves as well.
+            memory = kwargs["encoder_outputs"]
+            memory = dict(memory) if isinstance(memory, BaseModelOutput) else {"last_hidden_state": memory[0]}
+            kwargs["encoder_outputs"] = BaseModelOutput(**memory)
+            source = memory["last_hidden_state"] if source is None else source
         for name, ids in (("input_ids", source), ("decoder_input_ids", kwargs.get("decoder_input_ids"))):
             if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
                 self._check_ids(name, ids)
@@ -171,7 +184,8 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
         over_source = kwargs.pop("max_new_tokens_over_source", None)
         if over_source is None:
             over_source = self._given("max_new_tokens_over_source", generation_config, {})
-        _number("max_new_tokens_over_source", over_source)
+        if _number("max_new_tokens_over_source", over_source) < 0:
+            raise ValueError(f"max_new_tokens_over_source must be at least 0, got {over_source}")
         mask = kwargs.get("attention_mask")
         if mask is None:
             lengths = torch.full(source.shape[:1], source.shape[1], device=source.device)
@@ -281,6 +295,6 @@ class VanillaTransformerGenerationMixin(GenerationMixin):
 
 def _number(name, value):
     """The value, refused unless it is a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return value

@@ -217,11 +217,14 @@ class Dropout(nn.Dropout):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(...) -> (...), zeros with probability p and the rest divided by 1 - p; the same tensor unless training."""
-        if not (self.training and self.p) or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
+        threshold = round(self.p * 2**16) - 2**15
+        if not self.training or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().forward(hidden_states)
+        if not -(2**15) < threshold < 2**15:  # a rate of 0 or 1, or too near to them for 16 bits
             return super().forward(hidden_states)
         size = hidden_states.numel()
         bits = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:size]
-        kept = bits.view(hidden_states.shape) >= round(self.p * 2**16) - 2**15
+        kept = bits.view(hidden_states.shape) >= threshold
         return hidden_states * kept.to(hidden_states.dtype).mul_(1 / (1 - self.p))
 
 
@@ -675,6 +678,11 @@ class VanillaTransformerForConditionalGeneration(VanillaTransformerPreTrainedMod
         return _resize_all_embeddings(
             self, super()._resize_token_embeddings, new_num_tokens, pad_to_multiple_of, mean_resizing
         )
+
+    def save_pretrained(self, *args, **kwargs):
+        """As transformers has it, with the paper's decoding in the generation config whatever was run before."""
+        self._set_generation_defaults()
+        super().save_pretrained(*args, **kwargs)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Shift labels right; `DataCollatorForSeq2Seq` asks for it, which `Trainer`'s label smoothing needs.

@@ -16,21 +16,23 @@ STATE = "state"  # what resuming needs beyond the model; only the newest checkpo
 NAME = re.compile(r"step-(\d+)")
 
 
-def write_folder(folder: str | Path, write: Callable[[Path], None], overwrite: bool = False):
+def write_folder(folder: str | Path, write: Callable[[Path], None], overwrite: bool = False, mark: str | None = None):
     """Write a folder aside, force it to the disk and rename it, so that it is never seen half-written.
 
     Args:
         folder: the folder's name in the end.
         write: fills the folder that it is given.
         overwrite: replace a folder of that name.
+        mark: a file that a folder to be replaced must hold, or it is somebody else's.
 
     Raises:
-        FileExistsError: there is one already, and `overwrite` is not set.
+        FileExistsError: there is one already, and `overwrite` is not set or the mark is missing.
     """
     folder = Path(folder)
-    if folder.exists() and not overwrite:
-        raise FileExistsError(f"{folder} exists already: choose another name, or ask for it to be overwritten")
     aside, replaced = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
+    if replaced.exists() and not folder.exists():  # what a kill between the two renames below left
+        replaced.rename(folder)
+    refuse_to_replace(folder, overwrite, mark)
     for stale in (aside, replaced):
         shutil.rmtree(stale, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -48,6 +50,26 @@ def write_folder(folder: str | Path, write: Callable[[Path], None], overwrite: b
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def refuse_to_replace(folder: str | Path, overwrite: bool, mark: str | None = None):
+    """Refuse where writing would destroy a folder that was not to be destroyed.
+
+    Args:
+        folder: what is to be written.
+        overwrite: whether the user asked to replace it.
+        mark: a file that a folder to be replaced must hold, or it is somebody else's.
+
+    Raises:
+        FileExistsError: it exists, and `overwrite` is not set or the mark is missing.
+    """
+    folder = Path(folder)
+    if not folder.exists():
+        return
+    if not overwrite:
+        raise FileExistsError(f"{folder} exists already: choose another name, or ask for it to be overwritten")
+    if mark is not None and any(folder.iterdir()) and not (folder / mark).exists():
+        raise FileExistsError(f"{folder} holds no {mark}, so it is none of ours to overwrite: choose another name")
 
 
 def _fsync(path):
@@ -171,7 +193,7 @@ def average(folders: Iterable[str | Path], output: str | Path, overwrite: bool =
             mean[name] = (total / len(files)).to(files[-1].get_tensor(name).dtype)
         save_file(mean, aside / WEIGHTS, metadata={"format": "pt"})
 
-    write_folder(output, write, overwrite)
+    write_folder(output, write, overwrite, mark=WEIGHTS)
     return Path(output)
 
 

@@ -75,6 +75,10 @@ def prepare(
         if validation_split != "none":
             validation = preparation.Bitext(dataset, config=config, split=validation_split)
     else:
+        if config is not None:
+            raise typer.BadParameter("--config goes with --dataset, not with --source")
+        if validation_target is not None and validation_source is None:
+            raise typer.BadParameter("--validation-target needs --validation-source")
         train = preparation.Bitext(source, target)
         if validation_source is not None:
             validation = preparation.Bitext(validation_source, validation_target)
@@ -92,7 +96,9 @@ def train(
     output: Annotated[Path, typer.Option(help="The run's folder; goes on from its newest checkpoint.")],
     track: Annotated[list[str] | None, typer.Option(help="Accelerate's trackers, such as tensorboard.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that prepare batches.")] = 0,
-    restart: Annotated[bool, typer.Option(help="Remove what was trained in the folder before.")] = False,
+    restart: Annotated[
+        bool, typer.Option(help="Remove the checkpoints and the log of what was trained there before.")
+    ] = False,
 ):
     """Train by a recipe; under `accelerate launch`, on many devices."""
     saved = training.train(load_recipe(recipe), preparation.load_corpus(corpus), output, track, workers, restart)
@@ -104,11 +110,13 @@ def train(
 def average(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     output: Annotated[Path, typer.Option(help="The folder to make.")],
-    last: Annotated[int, typer.Option(help="How many of the newest checkpoints; 0 for all that were kept.")] = 0,
+    last: Annotated[int, typer.Option(min=0, help="How many of the newest checkpoints; 0 for all that were kept.")] = 0,
     overwrite: Overwrite = False,
 ):
     """Average a run's last checkpoints into one model."""
     folders = checkpoint.checkpoints(run)[-last:]
+    if not folders:
+        raise ValueError(f"{run} holds no checkpoints")
     typer.echo(f"averaged {len(folders)} checkpoints: {checkpoint.average(folders, output, overwrite)}")
 
 
@@ -119,14 +127,14 @@ def score(
     source: Annotated[Path, typer.Option(help="Source text, plain or gzipped.")],
     target: Annotated[Path, typer.Option(help="Reference translations.")],
     num_beams: Annotated[int | None, typer.Option(help="Beam size; the model's own unless given.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Sentences translated together.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sentences translated together.")] = 32,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Write the translations here.")] = None,
     tgt_lang: Annotated[str | None, typer.Option(help="Where the model does not declare it.")] = None,
 ):
     """Translate a test set and score it: BLEU, chrF, and BLEU on lower-cased tokens."""
-    if output is not None and output.exists():
-        raise typer.BadParameter(f"{output} exists already: choose another name")
+    if output is not None and (output.exists() or not output.parent.is_dir()):
+        raise typer.BadParameter(f"{output} exists already, or its folder does not: choose another name")
     texts, references = zip(*read_parallel_files(source, target), strict=True)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(model).to(device)
     tgt_lang = tgt_lang or loaded.config.tgt_lang
@@ -152,6 +160,8 @@ def translate(
     show_source: Annotated[bool, typer.Option(help="Print every sentence above its translation.")] = False,
 ):
     """Translate sentences."""
+    if text and file is not None:
+        raise typer.BadParameter("give either sentences or --file")
     lines = text or (read_lines(file) if file is not None else (line.rstrip("\r\n") for line in sys.stdin))
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -9,6 +9,7 @@ Shapes: B sentences, S source tokens, T target tokens, P pairs of a corpus.
 import gzip
 import itertools
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
         ValueError: bytes that are not UTF-8, with the line's number.
     """
     with gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_until_damaged(file, path), start=1):
             try:
                 # Some editors begin a file with a byte order mark.
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -45,6 +46,14 @@ def read_lines(path: str | Path) -> Iterator[str]:
                     f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start} of the line); "
                     "convert the file, with iconv for example"
                 ) from error
+
+
+def _until_damaged(file, path):
+    """Lines of a file; a gzip file that is cut off or is none is refused by its name."""
+    try:
+        yield from file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged or no gzip file: {error}") from error
 
 
 def read_parallel_files(source: str | Path, target: str | Path) -> Iterator[tuple[str, str]]:

@@ -54,11 +54,13 @@ class TranslationPipeline(Pipeline):
         """
         preprocess, generation, _ = self._sanitize_parameters(**kwargs)
         preprocess, generation = {**self._preprocess_params, **preprocess}, {**self._forward_params, **generation}
-        size = batch_size or self._batch_size or BATCH_SIZE
+        size = next((size for size in (batch_size, self._batch_size) if size is not None), BATCH_SIZE)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {size!r}")
         if isinstance(inputs, str):
             return next(self._translate([inputs], size, preprocess, generation))
-        if isinstance(inputs, dict):
-            raise ValueError("inputs must be a text or texts, got a dict: pass the column that holds the text")
+        if isinstance(inputs, dict | bytes) or not hasattr(inputs, "__iter__") and not hasattr(inputs, "__getitem__"):
+            raise ValueError(f"inputs must be a text or texts, such as a list or a column, got {inputs!r:.80}")
         is_stream = not hasattr(inputs, "__len__") or isinstance(inputs, torch.utils.data.Dataset)
         results = self._translate(inputs, size, preprocess, generation, size * SORTED_AT_ONCE if is_stream else None)
         if is_stream:
@@ -83,7 +85,7 @@ class TranslationPipeline(Pipeline):
         inputs = iter(inputs)
         while texts := list(itertools.islice(inputs, window)):
             ids = [self.preprocess(text, **preprocess) for text in texts]
-            copies = {**vars(self.model.generation_config), **generation}.get("num_return_sequences") or 1
+            copies = self._hypotheses_wanted(generation)
             blank = {"translation_text": ""} if copies == 1 else {"translation_text": "", "score": 0.0}
             results = [[dict(blank) for _ in range(copies)] for _ in texts]
             # The longest go first: a text that cannot be translated stops the work before it has begun.
@@ -94,6 +96,15 @@ class TranslationPipeline(Pipeline):
                 for i, result in zip(batch, self.postprocess(outputs), strict=True):
                     results[i] = result
             yield from results
+
+    def _hypotheses_wanted(self, generation) -> int:
+        """R, from the call, its generation config or the model's."""
+        configs = (generation.get("generation_config"), self.model.generation_config)
+        values = (generation.get("num_return_sequences"), *(getattr(c, "num_return_sequences", None) for c in configs))
+        wanted = next((value for value in values if value is not None), 1)
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+            raise ValueError(f"num_return_sequences must be a whole number of at least 1, got {wanted!r}")
+        return wanted
 
     def preprocess(self, text: str, truncation: bool = False) -> list[int]:
         """Tokenise one text; what looks like a special token in it is text.
@@ -139,9 +150,11 @@ class TranslationPipeline(Pipeline):
         Returns:
             `sequences` (B * R, T), `copies`, and with R above 1 `scores` (B * R,).
         """
-        if copies == 1:
-            return {"sequences": self.model.generate(**inputs, **generation), "copies": copies}
-        output = self.model.generate(**inputs, **generation, return_dict_in_generate=True, output_scores=True)
+        wants_scores = copies > 1
+        generation = {**generation, "return_dict_in_generate": wants_scores, "output_scores": wants_scores}
+        output = self.model.generate(**inputs, **generation)
+        if not wants_scores:
+            return {"sequences": output, "copies": copies}
         scores = getattr(output, "sequences_scores", None)
         if scores is None:  # sampled: log P of what was drawn
             steps = self.model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)

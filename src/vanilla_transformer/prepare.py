@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .checkpoint import write_folder
+from .checkpoint import refuse_to_replace, write_folder
 from .data import LONGEST_LIST, pair_lengths, read_bitext, read_dataset, refuse_empty_pairs, tokenize
 from .recipe import Recipe
 from .tokenizer import train_tokenizer
@@ -71,8 +71,7 @@ def prepare(
         ValueError: text that `read_bitext` refuses, or nothing left of a split.
     """
     output = Path(output)
-    if output.exists() and not overwrite:
-        raise FileExistsError(f"{output} exists already: choose another name, or ask for it to be overwritten")
+    refuse_to_replace(output, overwrite, mark="corpus.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     (datasets.enable_progress_bars if show_progress else datasets.disable_progress_bars)()
     report = {}
@@ -88,6 +87,7 @@ def prepare(
                 learned = train_tokenizer(sentences, recipe.vocab_size, show_progress)
             else:
                 learned = AutoTokenizer.from_pretrained(tokenizer)
+                _refuse_foreign_ids(learned, tokenizer)
             learned.save_pretrained(folder / "tokenizer")
             kept = {}
             for name, bitext in texts.items():
@@ -95,11 +95,23 @@ def prepare(
                 kept[name], report[name] = _leave_out_long(name, ids, recipe.max_length)
                 kept[name].save_to_disk(folder / name)
         report["vocab_size"] = len(learned)
-        report["fingerprint"] = fingerprint((folder / "tokenizer" / "tokenizer.json").read_text(), *kept.values())
+        report["fingerprint"] = fingerprint(
+            (folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"), *kept.values()
+        )
         (folder / "corpus.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
-    write_folder(output, write, overwrite)
+    write_folder(output, write, overwrite, mark="corpus.json")
     return report
+
+
+def _refuse_foreign_ids(tokenizer, name):
+    """Refuse a tokenizer whose special symbols are not where the model's configuration has them."""
+    ids = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    if ids != (0, 1, 2) or tokenizer("a")["input_ids"][-1] != 2:
+        raise ValueError(
+            f"{name} has pad, bos and eos at {ids} and encodes 'a' as {tokenizer('a')['input_ids']}: "
+            "they must be 0, 1 and 2, and every sentence must end in eos, as `train_tokenizer` makes it"
+        )
 
 
 def _column(dataset, name, at_once=10_000):

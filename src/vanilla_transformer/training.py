@@ -73,7 +73,7 @@ def train(
         run: folder for `checkpoints/`, `recipe.json` and `log.jsonl`.
         trackers: experiment trackers by Accelerate's names, such as "tensorboard".
         workers: processes that prepare batches, beside the one that trains.
-        restart: remove the folder and what was trained in it, if there is any.
+        restart: remove the checkpoints, the record and the log of a training in this folder, if there is any.
         show_progress: whether to draw a progress bar.
 
     Returns:
@@ -86,8 +86,10 @@ def train(
     """
     run = Path(run)
     accelerator = Accelerator(mixed_precision=recipe.mixed_precision, log_with=trackers, project_dir=run)
-    if restart and accelerator.is_main_process:
-        shutil.rmtree(run, ignore_errors=True)
+    if restart and accelerator.is_main_process:  # what a training writes, and nothing else that may lie there
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        for name in ("recipe.json", "log.jsonl"):
+            (run / name).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
     identity = {"recipe": recipe.to_dict(), "corpus": corpus.fingerprint}
     newest = _claim(run, identity, recipe.steps)
@@ -122,6 +124,11 @@ def train(
     first_step = 1
     if newest is not None:
         state = load_state(newest)
+        if len(state["random"]) != accelerator.num_processes:
+            raise ValueError(
+                f"{newest} was trained by {len(state['random'])} processes and cannot go on with "
+                f"{accelerator.num_processes}: launch as many again"
+            )
         optimizer.load_state_dict(state["optimizer"])
         sampler.load_state_dict(state["sampler"])
         _set_random_state(accelerator.device, state["random"][accelerator.process_index])
@@ -214,8 +221,12 @@ def _claim(run, identity, steps):
     """The checkpoint to go on from, or `None` to begin; refuses a folder that holds another or a finished training."""
     existing = checkpoints(run)
     recorded = run / "recipe.json"
-    if not existing or not recorded.exists():
+    if not existing:
         return None
+    if not recorded.exists():
+        raise ValueError(
+            f"{run} holds checkpoints but no recipe.json to say of what: choose another folder, or --restart"
+        )
     known = json.loads(recorded.read_text(encoding="utf-8"))
     if known["corpus"] != identity["corpus"]:
         raise ValueError(f"{run} holds a training on another corpus or tokenizer: choose another folder, or --restart")
