@@ -673,7 +673,7 @@ def test_a_setting_that_is_no_number_is_refused(model, name, value, route):
 def test_the_trainers_prediction_leaves_the_papers_decoding_in_place(make_model, tmp_path):
     # It fills the model's generation config with transformers' defaults: max_length=20 and length_penalty=1.0.
     model = make_model()
-    source, endless = torch.tensor([[5] * 30 + [2]]), {"bad_words_ids": [[2]]}
+    source, endless = torch.tensor([[5] * 30 + [2]]), {"suppress_tokens": [2]}
     expected = model.generate(source, **endless)
     defaults = model.generation_config._get_default_generation_params()
     model.generation_config.update(**defaults, defaults_only=True)
