@@ -156,6 +156,14 @@ def test_text_beyond_learned_positions_is_refused_unless_cutting_is_asked_for(fo
     assert len(ids) == 8 and ids[-1] == 2
 
 
+def test_sinusoidal_positions_cut_nothing_whatever_the_configuration_says(folder, tmp_path):
+    config = VanillaTransformerConfig.from_pretrained(folder, max_position_embeddings=8)
+    VanillaTransformerForConditionalGeneration(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    translate = pipeline("translation", model=str(tmp_path))
+    assert len(translate.preprocess("a dog runs and runs and runs and runs", truncation=True)) > 8
+
+
 def test_device_and_dtype_are_heeded(folder):
     translate = pipeline("translation", model=folder, device="cpu", dtype=torch.bfloat16, max_new_tokens=2)
     assert translate.model.dtype == torch.bfloat16 and translate.device.type == "cpu"

@@ -170,3 +170,9 @@ def test_a_file_that_is_no_mapping_is_refused(load, text, kind):
 def test_a_recipe_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent.yaml"):
         load_recipe(tmp_path / "absent.yaml")
+
+
+def test_a_file_that_is_no_yaml_is_refused_by_its_name(tmp_path):
+    (tmp_path / "broken.yaml").write_text("steps: [1, 2", encoding="utf-8")
+    with pytest.raises(ValueError, match="broken.yaml is no YAML"):
+        load_recipe(tmp_path / "broken.yaml")

@@ -135,7 +135,10 @@ def score(
     """Translate a test set and score it: BLEU, chrF, and BLEU on lower-cased tokens."""
     if output is not None and (output.exists() or not output.parent.is_dir()):
         raise typer.BadParameter(f"{output} exists already, or its folder does not: choose another name")
-    texts, references = zip(*read_parallel_files(source, target), strict=True)
+    pairs = list(read_parallel_files(source, target))
+    if not pairs:
+        raise ValueError(f"{source} holds no sentences")
+    texts, references = zip(*pairs, strict=True)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(model).to(device)
     tgt_lang = tgt_lang or loaded.config.tgt_lang
     if tgt_lang is None:

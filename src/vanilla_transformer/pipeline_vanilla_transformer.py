@@ -126,6 +126,8 @@ class TranslationPipeline(Pipeline):
             return []
         ids = self.tokenizer(text, split_special_tokens=True)["input_ids"]
         longest = getattr(self.model.config, "max_position_embeddings", None)
+        if getattr(self.model.config, "position_encoding", "learned") != "learned":
+            longest = None
         if truncation and longest is not None and len(ids) > longest:
             ids = [*ids[: longest - 1], ids[-1]]
         return ids

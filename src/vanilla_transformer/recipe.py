@@ -125,7 +125,10 @@ def load_recipe(path: str | Path) -> Recipe:
         StrictDataclassError: a value of the wrong type or out of range.
     """
     with open(path, encoding="utf-8") as file:
-        knobs = yaml.safe_load(file)
+        try:
+            knobs = yaml.safe_load(file)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(knobs, dict):
         raise ValueError(f"{path}: a recipe is a mapping of knobs to values, got {type(knobs).__name__}")
     known = {f.name for f in fields(Recipe)}
