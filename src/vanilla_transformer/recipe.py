@@ -66,8 +66,9 @@ class Recipe:
         """
         counts = ("vocab_size", "max_length", "batch_tokens", "gradient_accumulation", "steps", "warmup_steps")
         for name in (*counts, "save_every", "keep_last"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or value < 1:  # a bool is an int to Python, and to older versions of @strict
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         for name in ("learning_rate_factor", "adam_epsilon", "max_gradient_norm"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
