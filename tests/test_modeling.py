@@ -353,11 +353,14 @@ def test_resizing_keeps_the_logits_of_the_old_words_and_the_scale(make_model, tm
     assert torch.equal(loaded(**inputs).logits, resized)
 
 
-def test_embeddings_set_from_outside_replace_all_three(model):
-    new = torch.nn.Embedding(13, 16)
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_set_from_outside_replace_all_that_are_tied(make_model, tied):
+    model, new = make_model(tie_word_embeddings=tied), torch.nn.Embedding(13, 16)
     model.set_input_embeddings(new)
+    assert model.get_input_embeddings() is new
+    assert (model.get_decoder().embed_tokens is new) == tied
     model.tie_weights()
-    assert are_one_tensor([*three_embeddings(model), new.weight])
+    assert are_one_tensor([*three_embeddings(model), new.weight]) == tied
 
 
 # Attention implementations, precision, graphs.
