@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.modeling_outputs import BaseModelOutput
 
 from vanilla_transformer import VanillaTransformerForConditionalGeneration
 
@@ -490,10 +489,9 @@ def test_a_source_may_come_as_ids_embeddings_or_memory(model, batch, form, num_b
         "inputs": ids,
         "input_ids": ids,
         "inputs_embeds": model.get_input_embeddings()(ids),
-        "encoder_outputs": BaseModelOutput(last_hidden_state=model.get_encoder()(ids, mask).last_hidden_state),
+        "encoder_outputs": model.get_encoder()(ids, mask),
     }[form]
-    output = model.generate(**{form: source}, attention_mask=mask, num_beams=num_beams)
-    assert torch.equal(output, expected)
+    assert torch.equal(model.generate(**{form: source}, attention_mask=mask, num_beams=num_beams), expected)
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -655,7 +653,7 @@ def test_an_id_outside_the_vocabulary_is_refused_with_the_vocabularys_size(model
 
 
 @pytest.mark.parametrize("name", ["gnmt_alpha", "max_new_tokens_over_source"])
-@pytest.mark.parametrize("value", ["big", True, [1]], ids=repr)
+@pytest.mark.parametrize("value", ["big", True, [1], float("nan"), float("inf")], ids=repr)
 @pytest.mark.parametrize("route", ["call", "config of the call", "config of the model"])
 def test_a_setting_that_is_no_number_is_refused(model, name, value, route):
     source = torch.tensor([[5, 6, 2]])
@@ -692,3 +690,8 @@ def test_encoder_outputs_are_left_as_they_were(model, batch):
     assert memory.last_hidden_state.shape[0] == 3
     assert torch.equal(model.generate(encoder_outputs=memory, **given), first)
     assert torch.equal(model.generate(encoder_outputs=(memory.last_hidden_state,), **given), first)
+
+
+def test_a_limit_below_the_source_is_refused(model):
+    with pytest.raises(ValueError, match="max_new_tokens_over_source must be at least 0, got -1"):
+        model.generate(torch.tensor([[5, 6, 2]]), max_new_tokens_over_source=-1)

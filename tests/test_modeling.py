@@ -333,6 +333,16 @@ def test_a_model_without_head_is_loaded_from_one_with_and_back(model, batch, tmp
     assert_near(again(**batch, decoder_input_ids=labels).logits, logits)
 
 
+def test_weights_that_a_file_lacks_are_initialised_and_the_others_kept(make_model, tmp_path):
+    bare = make_model(tie_word_embeddings=False).model
+    bare.save_pretrained(tmp_path)
+    loaded, info = VanillaTransformerForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"lm_head.weight"}
+    assert 0.1 < loaded.lm_head.weight.std() < 0.4  # 1/sqrt(16)
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter, bare.get_parameter(name)), name
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "multiple", "rows"), [(20, None, 20), (14, 8, 16), (None, 8, 16), (9, None, 9), (13, None, 13)]
@@ -781,6 +791,13 @@ def test_dropout_does_nothing_in_evaluation_or_at_0():
     x = torch.randn(5, 7)
     assert torch.equal(Dropout(0.5).eval()(x), x)
     assert torch.equal(Dropout(0.0).train()(x), x)
+
+
+@pytest.mark.parametrize(("p", "kept"), [(1.0, 0), (1 - 1e-9, 0), (1e-9, 10_000)])
+def test_dropout_takes_rates_at_and_near_0_and_1(p, kept):
+    torch.manual_seed(0)
+    dropped = Dropout(p)(torch.ones(10_000))
+    assert dropped.isfinite().all() and dropped.ne(0).sum() == kept
 
 
 def test_the_gradient_of_dropout_is_its_mask():
