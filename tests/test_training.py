@@ -210,7 +210,8 @@ def test_a_seed_gives_the_same_training_and_another_seed_another(corpus, finishe
 )
 def test_a_killed_training_goes_on_to_the_same_numbers(corpus, tmp_path, monkeypatch, killed_at, workers, accumulation):
     sampler = TokenBatchSampler(*pair_lengths(corpus.train), 27, accumulation=accumulation)
-    assert 5 % sampler.steps_per_epoch() and sampler.steps_per_epoch() < 10  # cut inside an epoch, through to the next
+    steps = len(sampler.plan(0)) // accumulation
+    assert 5 % steps and steps < 10  # cut inside an epoch, through to the next
     recipe = make_recipe(gradient_accumulation=accumulation)
     straight = run_quietly(recipe, corpus, tmp_path / "straight")
     for step in killed_at:
@@ -232,7 +233,7 @@ def test_a_killed_training_goes_on_to_the_same_numbers(corpus, tmp_path, monkeyp
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_training_killed_at_the_end_of_an_epoch_goes_on_with_the_next(corpus, tmp_path, monkeypatch, every):
-    epoch = TokenBatchSampler(*pair_lengths(corpus.train), 27).steps_per_epoch()
+    epoch = len(TokenBatchSampler(*pair_lengths(corpus.train), 27).plan(0))
     recipe = make_recipe(save_every=epoch // every, steps=epoch + 2)
     straight = run_quietly(recipe, corpus, tmp_path / "straight")
     interrupt_at(monkeypatch, epoch + 1)
@@ -393,3 +394,11 @@ def test_two_processes_train_as_one_does_and_resume_to_the_same_numbers(corpus, 
     logs = log_of(tmp_path / "one"), log_of(tmp_path / "two")
     for name in ("step", "training_loss", "validation_loss"):
         assert [line[name] for line in logs[0]] == pytest.approx([line[name] for line in logs[1]], rel=1e-5)
+
+
+@pytest.mark.parametrize("content", ["{not json", "[]", '{"flour": 500}'])
+def test_a_recipe_of_somebody_elses_is_not_overwritten(corpus, tmp_path, content):
+    (tmp_path / "recipe.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="is no record of a training"):
+        run_quietly(make_recipe(), corpus, tmp_path)
+    assert (tmp_path / "recipe.json").read_text(encoding="utf-8") == content

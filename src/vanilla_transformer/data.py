@@ -374,10 +374,6 @@ class TokenBatchSampler:
             start += int(fits.sum())
         return starts
 
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of the current epoch."""
-        return len(self.plan(self.epoch)) // (self.ranks * self.accumulation)
-
     def state_dict(self) -> dict[str, int]:
         """The place from which `load_state_dict` goes on."""
         return {"epoch": self.epoch, "batches_done": self.batches_done}

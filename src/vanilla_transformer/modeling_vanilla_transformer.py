@@ -218,9 +218,8 @@ class Dropout(nn.Dropout):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(...) -> (...), zeros with probability p and the rest divided by 1 - p; the same tensor unless training."""
         threshold = round(self.p * 2**16) - 2**15
-        if not self.training or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
-            return super().forward(hidden_states)
-        if not -(2**15) < threshold < 2**15:  # a rate of 0 or 1, or too near to them for 16 bits
+        has_bits = -(2**15) < threshold < 2**15  # not so a rate of 0 or 1, or one too near to them for 16 bits
+        if not (self.training and has_bits) or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(hidden_states)
         size = hidden_states.numel()
         bits = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:size]

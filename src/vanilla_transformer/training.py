@@ -81,7 +81,8 @@ def train(
 
     Raises:
         FileExistsError: the folder holds a finished training.
-        ValueError: the folder holds a training of another recipe or corpus.
+        ValueError: the folder holds a training of another recipe, corpus or number of processes, or a `recipe.json`
+            that is none of ours.
         FloatingPointError: the loss is not finite.
     """
     run = Path(run)
@@ -221,13 +222,19 @@ def _claim(run, identity, steps):
     """The checkpoint to go on from, or `None` to begin; refuses a folder that holds another or a finished training."""
     existing = checkpoints(run)
     recorded = run / "recipe.json"
+    if not recorded.exists():
+        if existing:
+            raise ValueError(
+                f"{run} holds checkpoints but no recipe.json to say of what: choose another folder, or --restart"
+            )
+        return None
+    try:
+        known = json.loads(recorded.read_text(encoding="utf-8"))
+        known["recipe"], known["corpus"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{recorded} is no record of a training: choose another folder") from error
     if not existing:
         return None
-    if not recorded.exists():
-        raise ValueError(
-            f"{run} holds checkpoints but no recipe.json to say of what: choose another folder, or --restart"
-        )
-    known = json.loads(recorded.read_text(encoding="utf-8"))
     if known["corpus"] != identity["corpus"]:
         raise ValueError(f"{run} holds a training on another corpus or tokenizer: choose another folder, or --restart")
     differing = sorted(name for name in identity["recipe"] if known["recipe"].get(name) != identity["recipe"][name])
