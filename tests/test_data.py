@@ -409,3 +409,13 @@ def test_ids_outside_the_vocabulary_are_refused_with_id_and_size(column, wrong):
     table = PairDataset(datasets.Dataset.from_dict(row)).__getitems__([0])
     with pytest.raises(ValueError, match=f"{column} holds the id {wrong}, but .* vocabulary has 10 tokens, 0 to 9"):
         COLLATE(table)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[:-20], lambda whole: b"no gzip", lambda whole: whole[:40] + whole]
+)
+def test_a_damaged_gzip_file_is_refused_by_its_name(tmp_path, damage):
+    whole = gzip.compress("".join(f"line {i * i}\n" for i in range(2000)).encode())
+    (tmp_path / "text.gz").write_bytes(damage(whole))
+    with pytest.raises(ValueError, match="text.gz is damaged or no gzip file"):
+        list(read_lines(tmp_path / "text.gz"))

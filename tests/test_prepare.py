@@ -4,6 +4,7 @@ import json
 
 import datasets
 import pytest
+from tokenizers import processors
 
 from vanilla_transformer.prepare import Bitext, fingerprint, load_corpus, prepare
 from vanilla_transformer.recipe import Recipe
@@ -204,3 +205,17 @@ def test_a_folder_that_holds_no_prepared_corpus_is_refused(tmp_path, files):
         (tmp_path / name).mkdir()
     with pytest.raises(FileNotFoundError, match="holds no prepared corpus"):
         load_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"eos_token": "<unk>"}, {"pad_token": "<unk>"}, {"add_eos": False}], ids=str)
+def test_a_tokenizer_whose_symbols_stand_elsewhere_is_refused(tmp_path, raw, changes):
+    tokenizer = train_tokenizer(SOURCES, vocab_size=270)
+    if changes.pop("add_eos", True):
+        for name, token in changes.items():
+            setattr(tokenizer, name, token)
+    else:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()
+    tokenizer.save_pretrained(tmp_path / "foreign")
+    with pytest.raises(ValueError, match="has pad, bos and eos at"):
+        run(tmp_path, text(raw), tokenizer=tmp_path / "foreign")
+    assert not (tmp_path / "out").exists()

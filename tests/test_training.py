@@ -402,3 +402,29 @@ def test_a_recipe_of_somebody_elses_is_not_overwritten(corpus, tmp_path, content
     with pytest.raises(ValueError, match="is no record of a training"):
         run_quietly(make_recipe(), corpus, tmp_path)
     assert (tmp_path / "recipe.json").read_text(encoding="utf-8") == content
+
+
+def test_a_restart_leaves_what_no_training_wrote(corpus, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    run_quietly(make_recipe(steps=2), corpus, tmp_path)
+    run_quietly(make_recipe(steps=1), corpus, tmp_path, restart=True)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+
+
+def test_checkpoints_without_a_record_are_not_gone_on_from(corpus, tmp_path):
+    run_quietly(make_recipe(steps=2), corpus, tmp_path)
+    (tmp_path / "recipe.json").unlink()
+    with pytest.raises(ValueError, match="holds checkpoints but no recipe.json"):
+        run_quietly(make_recipe(), corpus, tmp_path)
+
+
+def test_another_number_of_processes_is_refused(corpus, tmp_path, monkeypatch):
+    interrupt_at(monkeypatch, 8)
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(make_recipe(), corpus, tmp_path)
+    newest = checkpoints(tmp_path)[-1]
+    state = load_state(newest)
+    torch.save({**state, "random": state["random"] * 2}, newest / "state" / "state.pt")
+    with pytest.raises(ValueError, match="trained by 2 processes and cannot go on with 1"):
+        run_quietly(make_recipe(), corpus, tmp_path)
