@@ -1,6 +1,8 @@
 """Checkpoints are whole or absent, the right ones are kept, and their average is the mean."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from vanilla_transformer import VanillaTransformerConfig, VanillaTransformerForConditionalGeneration
-from vanilla_transformer.checkpoint import average, checkpoints, load_state, save_checkpoint, step_of, write_folder
+from vanilla_transformer.checkpoint import (
+    average,
+    checkpoints,
+    choose,
+    load_state,
+    save_checkpoint,
+    step_of,
+    write_folder,
+    write_text,
+)
 
 
 def names(folder):
@@ -92,7 +103,7 @@ def test_an_existing_folder_is_refused_unless_asked(tmp_path):
 
 
 def save(run, at, keep_last=2, **state):
-    return save_checkpoint(run, at, lambda folder: save_file({}, folder / "model.safetensors"), state, keep_last)
+    return save_checkpoint(run, at, lambda folder: save_file({}, folder / "model.safetensors"), state, {}, keep_last)
 
 
 def test_the_last_checkpoints_are_kept_and_only_the_newest_can_be_resumed_from(tmp_path):
@@ -121,7 +132,7 @@ def test_an_interrupted_checkpoint_leaves_those_before_it(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, 2, fail, {}, keep_last=1)
+        save_checkpoint(tmp_path, 2, fail, {}, {}, keep_last=1)
     assert checkpoints(tmp_path) == [saved]
     assert load_state(saved) == {"step": 1}
 
@@ -259,3 +270,105 @@ def test_what_a_kill_between_two_renames_left_is_put_back(tmp_path):
     with pytest.raises(FileExistsError):
         write_folder(tmp_path / "run", lambda aside: None)
     assert names(tmp_path) == ["run", "run/old"]
+
+
+# Choosing
+
+
+def save_measured(run, at, **figures):
+    def write(folder):
+        save_file({"a": torch.ones(1)}, folder / "model.safetensors")
+
+    return save_checkpoint(run, at, write, {}, figures, keep_last=9)
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A run of four checkpoints with a loss and a BLEU, and a fifth that was not evaluated."""
+    for step, (loss, bleu) in enumerate([(4.0, 1.0), (2.0, 9.0), (3.0, 9.0), (2.0, 5.0)], start=1):
+        save_measured(tmp_path / "run", step, validation_loss=loss, validation_bleu=bleu)
+    save_measured(tmp_path / "run", 5)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("choice", "steps"),
+    [
+        ({}, [1, 2, 3, 4, 5]),
+        ({"last": 2}, [4, 5]),
+        ({"best": 1}, [2]),
+        ({"best": 2}, [2, 4]),
+        ({"best": 3}, [2, 3, 4]),
+        ({"best": 1, "best_by": "validation_bleu"}, [2]),
+        ({"best": 3, "best_by": "validation_bleu"}, [2, 3, 4]),
+    ],
+)
+def test_checkpoints_are_chosen_from_a_run_by_age_or_by_a_figure(measured, choice, steps):
+    assert [step_of(folder) for folder in choose([measured], **choice)] == steps
+
+
+def test_unless_told_as_many_of_the_last_are_chosen_as_the_recipe_keeps(measured):
+    (measured / "recipe.json").write_text('{"recipe": {"keep_last": 3}}')
+    assert [step_of(folder) for folder in choose([measured])] == [3, 4, 5]
+    assert [step_of(folder) for folder in choose([measured], last=4)] == [2, 3, 4, 5]
+
+
+def test_folders_of_their_own_are_taken_as_they_are(measured, tmp_path):
+    folders = [checkpoints(measured)[3], checkpoints(measured)[0]]
+    assert choose(folders) == folders
+    assert choose(folders[:1]) == folders[:1]
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [({"last": 6}, "has kept 5 such checkpoints, and 6 were asked for"), ({"best": 5}, "has kept 4 .* and 5 were")],
+)
+def test_fewer_checkpoints_than_asked_for_are_refused(measured, choice, message):
+    with pytest.raises(ValueError, match=message):
+        choose([measured], **choice)
+    with pytest.raises(ValueError, match="holds no checkpoints to choose from"):
+        choose([checkpoints(measured)[0]], **choice)
+
+
+def test_what_a_checkpoint_measured_does_not_get_into_the_average(measured, tmp_path):
+    average(choose([measured]), tmp_path / "mean")
+    assert names(tmp_path / "mean") == ["model.safetensors"]
+
+
+def test_a_checkpoint_is_out_of_sight_before_it_is_removed(tmp_path, monkeypatch):
+    """A kill in the middle of the removal leaves no half of a checkpoint, and the next save cleans up."""
+    save(tmp_path, 1, keep_last=1)
+    true = shutil.rmtree
+
+    def killed(folder, **arguments):
+        if "00000001" in str(folder):
+            raise KeyboardInterrupt
+        true(folder, **arguments)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, keep_last=1)
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [2]
+    monkeypatch.setattr(shutil, "rmtree", true)
+    (tmp_path / "checkpoints" / ".step-00000009.tmp").mkdir()
+    save(tmp_path, 3, keep_last=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_a_cut_off_state_is_named(tmp_path):
+    path = save(tmp_path, 1, step=1) / "state" / "state.pt"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ValueError, match="step-00000001/state/state.pt is damaged"):
+        load_state(checkpoints(tmp_path)[0])
+
+
+def test_a_text_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    write_text(tmp_path / "a.json", "old")
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "old"

@@ -30,7 +30,9 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
         (["score", "model", "--source", "some", "--target", "some", "--output", "some"], "exists already"),
         (["score", "model", "--source", "some", "--target", "some", "--output", "nowhere/new"], "its folder does not"),
         (["score", "model", "--source", "some", "--target", "some", "--batch-size", "0"], "--batch-size"),
-        (["average", "run", "--output", "model", "--last", "-1"], "--last"),
+        (["average", "run", "--output", "model", "--last", "0"], "--last"),
+        (["average", "run", "--output", "model", "--last", "2", "--best", "2"], "either --last or --best"),
+        (["train", RECIPE, "--corpus", "c", "--output", "run", "--restart", "--accept-changes"], "either --restart"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_any_work(arguments, words):

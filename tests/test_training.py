@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -17,13 +18,14 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 import vanilla_transformer
-from vanilla_transformer import VanillaTransformerForConditionalGeneration, training
-from vanilla_transformer.checkpoint import checkpoints, load_state
+from vanilla_transformer import VanillaTransformerForConditionalGeneration, journal, training
+from vanilla_transformer.checkpoint import best_checkpoints, checkpoints, load_state, step_of
 from vanilla_transformer.data import Collator, PairDataset, TokenBatchSampler, pair_lengths, tokenize
+from vanilla_transformer.modeling_vanilla_transformer import VanillaTransformerFeedForward
 from vanilla_transformer.prepare import Corpus
 from vanilla_transformer.recipe import Recipe
 from vanilla_transformer.tokenizer import train_tokenizer
-from vanilla_transformer.training import SummedLoss, train
+from vanilla_transformer.training import SummedLoss, accumulate_gradients, train
 
 
 def make_corpus(pairs=40, seed=0, validation=True):
@@ -47,8 +49,8 @@ def make_recipe(dropout=0.1, **changes):
 WELL_CONDITIONED = {"adam_epsilon": 1e-4, "learning_rate_factor": 0.1}
 
 
-def run_quietly(recipe, corpus, run, **arguments):
-    return train(recipe, corpus, run, show_progress=False, **arguments)
+def run_quietly(recipe, corpus, run, trackers=(), **arguments):
+    return train(recipe, corpus, run, trackers, show_progress=False, **arguments)
 
 
 def interrupt_at(monkeypatch, step):
@@ -72,6 +74,13 @@ def assert_same_checkpoint(one, other):
     """Bit for bit: the model's file, the optimizer, the sampler and the random numbers."""
     assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
     state, other_state = load_state(one), load_state(other)
+    for part in ("identity", "versions", "best", "scaler"):
+        assert state.pop(part) == other_state.pop(part)
+    groups = [s["optimizer"].pop("param_groups") for s in (state, other_state)]
+    assert [{**group, "betas": tuple(group["betas"])} for group in groups[0]] == [
+        {**group, "betas": tuple(group["betas"])} for group in groups[1]
+    ]
+    del state["totals"]["seconds"], other_state["totals"]["seconds"]
     torch.testing.assert_close(state, other_state, rtol=0, atol=0)
 
 
@@ -125,8 +134,8 @@ def test_ragged_micro_batches_give_the_gradient_of_one_batch(corpus, label_smoot
         batches = [collate(gather(batch)) for batch in batches]
         words = sum(int(batch["labels"].ne(-100).sum()) for batch in batches)
         model.zero_grad()
-        loss = training._accumulate_gradients(accelerator, module, batches, words, label_smoothing)
-        return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
+        losses = accumulate_gradients(accelerator, module, batches, words, label_smoothing)
+        return losses.sum(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
     loss, whole = gradients([*range(12)])
     split_loss, split = gradients([3], [*range(4, 12)], [0, 2, 1])
@@ -141,7 +150,7 @@ def test_ragged_micro_batches_give_the_gradient_of_one_batch(corpus, label_smoot
 def test_labels_of_minus_100_alone_leave_gradients_finite():
     model = VanillaTransformerForConditionalGeneration(make_recipe().model_config(vocab_size=270))
     batch = {"input_ids": torch.tensor([[5, 2]]), "attention_mask": torch.ones(1, 2), "labels": torch.tensor([[-100]])}
-    assert training._accumulate_gradients(Accelerator(), SummedLoss(model), [batch], 0, 0.1) == 0
+    assert accumulate_gradients(Accelerator(), SummedLoss(model), [batch], 0, 0.1).tolist() == [0]
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -244,10 +253,11 @@ def test_a_training_killed_at_the_end_of_an_epoch_goes_on_with_the_next(corpus, 
 
 
 def test_checkpoints_are_models_and_the_last_ones_are_kept(corpus, tmp_path):
-    saved = run_quietly(make_recipe(steps=7, save_every=2, keep_last=2), corpus, tmp_path / "run")
+    saved = run_quietly(make_recipe(steps=7, save_every=2, keep_last=2, keep_best=0), corpus, tmp_path / "run")
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000006", "step-00000007"]
     assert saved == checkpoints(tmp_path / "run")[-1]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "log.jsonl", "recipe.json"]
+    written = ["checkpoints", "curves.png", "log.jsonl", "recipe.json", "report.json"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.name != ".lock") == written
     model = VanillaTransformerForConditionalGeneration.from_pretrained(saved)
     assert model.config.src_lang == "en" and model.config.tgt_lang == "de"
     assert (model.generation_config.num_beams, model.generation_config.gnmt_alpha) == (4, 0.6)
@@ -262,7 +272,7 @@ def test_the_log_has_a_line_an_evaluation(corpus, tmp_path):
     for figures in log:
         assert figures["validation_perplexity"] == pytest.approx(np.exp(figures["validation_loss"]))
         assert 0 <= figures["validation_bleu"] <= 100 and 0 <= figures["padding"] < 1
-        assert figures["words_per_second"] > 0
+        assert figures["target_tokens_per_second"] > 0
 
 
 def test_without_a_validation_split_nothing_is_validated(tmp_path):
@@ -285,7 +295,7 @@ def test_the_validation_loss_is_the_cross_entropy_a_word_without_smoothing(corpu
 def test_tensorboard_gets_the_figures(corpus, tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_quietly(make_recipe(steps=4, save_every=2), corpus, tmp_path / "run", trackers=["tensorboard"])
-    (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
+    (events,) = (tmp_path / "run" / "tracking" / "run").glob("events.out.tfevents.*")
     reader = event_accumulator.EventAccumulator(str(events))
     reader.Reload()
     values = [(event.step, event.value) for event in reader.Scalars("validation_loss")]
@@ -326,6 +336,30 @@ def test_a_training_on_another_corpus_is_refused(begun):
         run_quietly(make_recipe(), make_corpus(seed=1), begun)
 
 
+def test_a_longer_training_goes_on_where_changes_are_accepted(corpus, begun, tmp_path):
+    straight = run_quietly(make_recipe(steps=12), corpus, tmp_path / "straight")
+    resumed = run_quietly(make_recipe(steps=12), corpus, begun, accept_changes=True)
+    assert (resumed / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="a finished training of 12 steps"):
+        run_quietly(make_recipe(steps=12, seed=3), corpus, begun, accept_changes=True)
+    run_quietly(make_recipe(steps=13), corpus, begun, accept_changes=True)
+    assert json.loads((begun / "report.json").read_text())["steps"] == 13
+    assert json.loads((begun / "recipe.json").read_text())["recipe"]["steps"] == 13
+
+
+def test_on_another_corpus_an_accepted_training_begins_with_the_next_epoch(begun):
+    run_quietly(make_recipe(steps=6), make_corpus(seed=1), begun, accept_changes=True)
+    assert load_state(checkpoints(begun)[-1])["sampler"] == {"epoch": 1, "batches_done": 1}
+
+
+def test_a_corpus_beyond_the_learned_positions_is_refused_at_the_start(corpus, tmp_path):
+    recipe = make_recipe()
+    recipe.model |= {"position_encoding": "learned", "max_position_embeddings": 6}
+    longest = max(int(side.max()) for side in pair_lengths(corpus.train))
+    with pytest.raises(ValueError, match=f"a sentence of {longest} tokens and the model max_position_embeddings=6"):
+        run_quietly(recipe, corpus, tmp_path)
+
+
 def test_a_restart_forgets_what_was_there(corpus, begun):
     run_quietly(make_recipe(steps=3, seed=4), corpus, begun, restart=True)
     assert [figures["step"] for figures in log_of(begun)] == [3]
@@ -335,15 +369,15 @@ def test_a_restart_forgets_what_was_there(corpus, begun):
 
 
 def test_a_finished_training_is_refused_and_left_as_it_is(corpus, finished):
-    before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*"))
+    before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("[!.]*"))
     with pytest.raises(FileExistsError, match="holds a finished training of 10 steps"):
         run_quietly(make_recipe(), corpus, finished)
-    assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
+    assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("[!.]*")) == before
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_step_named(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "learning_rate", lambda step, *_: float("inf") if step >= 3 else 1e-3)
-    with pytest.raises(FloatingPointError, match="the loss of step 4 is (nan|inf): .*last good checkpoint is .*00002$"):
+    with pytest.raises(FloatingPointError, match="the loss of step 4 is (nan|inf); .*last good checkpoint is .*00002$"):
         run_quietly(make_recipe(save_every=2), corpus, tmp_path / "run")
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]
     weights = load_file(checkpoints(tmp_path / "run")[-1] / "model.safetensors")
@@ -354,6 +388,172 @@ def test_a_loss_that_is_not_finite_before_any_checkpoint_says_so(corpus, tmp_pat
     monkeypatch.setattr(training, "learning_rate", lambda *_: float("inf"))
     with pytest.raises(FloatingPointError, match="the loss of step 2 is .* none yet"):
         run_quietly(make_recipe(), corpus, tmp_path / "run")
+
+
+def test_the_pairs_of_a_batch_that_is_not_finite_are_named(corpus, tmp_path, monkeypatch):
+    true = training.label_smoothed_loss
+
+    def poisoned(hidden_states, weight, labels, label_smoothing=0.0):
+        total, tokens = true(hidden_states, weight, labels, label_smoothing)
+        return total * (float("nan") if len(labels) == 6 else 1), tokens
+
+    monkeypatch.setattr(training, "label_smoothed_loss", poisoned)
+    recipe = make_recipe(gradient_accumulation=2)
+    plan = TokenBatchSampler(*pair_lengths(corpus.train), 27).plan(0)
+    at = next(i for i, batch in enumerate(plan) if len(batch) == 6)
+    pairs = plan[at].tolist()
+    first = ", ".join(map(str, pairs[:5]))
+    with pytest.raises(FloatingPointError, match=f"step {at // 2 + 1} is nan; its sentences are the pairs {first}, …"):
+        run_quietly(recipe, corpus, tmp_path)
+    assert json.loads((tmp_path / "not_finite.json").read_text()) == {"step": at // 2 + 1, "pairs": pairs}
+
+
+def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_weights(corpus, tmp_path, monkeypatch):
+    true = training.get_total_norm
+    norms = iter([1.0, 1.0, float("inf")])
+    monkeypatch.setattr(training, "get_total_norm", lambda gradients: true(gradients) * next(norms))
+    with pytest.raises(FloatingPointError, match="the gradient of step 3 has the norm inf; .*good checkpoint is .*02$"):
+        run_quietly(make_recipe(save_every=2), corpus, tmp_path)
+
+
+class AcceleratorWithScaler(Accelerator):
+    """A CPU has no float16 training: its scaler alone."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+
+    def unscale_gradients(self, optimizer=None):
+        for prepared in self._optimizers:
+            self.scaler.unscale_(prepared.optimizer)
+
+
+def test_steps_that_a_scaler_skips_are_counted_and_its_scale_is_gone_on_with(corpus, tmp_path, monkeypatch):
+    true, batches = training.label_smoothed_loss, []
+
+    def overflowing(hidden_states, *arguments):
+        total, tokens = true(hidden_states, *arguments)
+        if torch.is_grad_enabled():
+            batches.append(tokens)
+            if len(batches) in (1, 4):
+                total = total + (hidden_states - hidden_states.detach()).sqrt().sum()  # 0, and its slope infinite
+        return total, tokens
+
+    monkeypatch.setattr(training, "label_smoothed_loss", overflowing)
+    monkeypatch.setattr(training, "Accelerator", AcceleratorWithScaler)
+    recipe = make_recipe(log_every=1)
+    straight = run_quietly(recipe, corpus, tmp_path / "straight")
+    assert [line["skipped_steps"] for line in log_of(tmp_path / "straight")] == [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]
+    assert json.loads((tmp_path / "straight" / "report.json").read_text())["skipped_steps"] == 2
+    assert load_state(straight)["scaler"]["scale"] == 2.0**16  # halved twice, doubled after steps 7 and 10
+    batches.clear()
+    interrupt_at(monkeypatch, 8)
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(recipe, corpus, tmp_path / "killed")
+    assert_same_checkpoint(run_quietly(recipe, corpus, tmp_path / "killed"), straight)
+
+
+# Best, last, and no further
+
+
+def set_validation_losses(monkeypatch, losses):
+    losses = iter(losses)
+    monkeypatch.setattr(training.Training, "_validation_loss", lambda self: (next(losses), 1.0))
+
+
+def test_the_best_checkpoints_are_kept_beside_the_last(corpus, tmp_path, monkeypatch):
+    set_validation_losses(monkeypatch, [3.0, 1.0, 2.0, 4.0, 5.0, 6.0])
+    recipe = make_recipe(steps=6, save_every=1, keep_last=1, keep_best=2, validation_bleu_sentences=0)
+    run_quietly(recipe, corpus, tmp_path)
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [2, 3, 6]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["best_by"], report["best_value"], report["best_step"]) == ("validation_loss", 1.0, 2)
+    assert best_checkpoints(tmp_path, 1) == checkpoints(tmp_path)[:1]
+
+
+def test_training_stops_when_patience_is_over_also_across_a_kill(corpus, tmp_path, monkeypatch):
+    recipe = make_recipe(steps=90, save_every=1, patience=3, validation_bleu_sentences=0)
+    set_validation_losses(monkeypatch, [3.0, 1.0, 2.0])
+    interrupt_at(monkeypatch, 4)
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(recipe, corpus, tmp_path)
+    set_validation_losses(monkeypatch, [2.0, 2.0, 2.0, 0.5])
+    assert step_of(run_quietly(recipe, corpus, tmp_path)) == 5
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["stopped_early"] and report["steps"] == 5 and report["best_step"] == 2
+    with pytest.raises(FileExistsError, match="holds a finished training of 5 steps"):
+        run_quietly(recipe, corpus, tmp_path)
+
+
+def test_patience_without_a_validation_split_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="patience=3 needs a validation split"):
+        run_quietly(make_recipe(patience=3), make_corpus(validation=False), tmp_path)
+
+
+def test_the_best_by_bleu_is_the_one_with_the_highest(corpus, tmp_path, monkeypatch):
+    bleus = iter([2.0, 7.0, 7.0, 3.0])
+    monkeypatch.setattr(training, "score", lambda *_: SimpleNamespace(bleu=next(bleus)))
+    recipe = make_recipe(steps=4, save_every=1, keep_last=1, best_by="validation_bleu")
+    run_quietly(recipe, corpus, tmp_path)
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [2, 4]
+    assert json.loads((tmp_path / "report.json").read_text())["best_value"] == 7.0
+
+
+def test_a_training_killed_before_its_report_writes_it_when_started_again(corpus, tmp_path, monkeypatch):
+    true = journal.write_report
+    monkeypatch.setattr(journal, "write_report", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(make_recipe(), corpus, tmp_path)
+    monkeypatch.setattr(journal, "write_report", true)
+    saved = run_quietly(make_recipe(), corpus, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["steps"] == 10 and not report["stopped_early"] and report["checkpoints"][-1] == str(saved)
+    tokens = [row["labels"] for row in corpus.train]
+    assert report["target_tokens"] > sum(map(len, tokens)) and report["training_seconds"] > 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_padding_is_the_share_of_places_without_a_token_on_both_sides(corpus, tmp_path):
+    run_quietly(make_recipe(steps=1, gradient_accumulation=3), corpus, tmp_path)
+    source, target = pair_lengths(corpus.train)
+    plan = TokenBatchSampler(source, target, 27).plan(0)[:3]
+    tokens = sum(source[batch].sum() + target[batch].sum() for batch in plan)
+    places = sum(len(batch) * (source[batch].max() + target[batch].max()) for batch in plan)
+    assert log_of(tmp_path)[0]["padding"] == pytest.approx(1 - tokens / places, abs=1e-12)
+
+
+def test_the_gradient_norm_is_that_of_all_gradients_together(corpus, tmp_path):
+    recipe = make_recipe(dropout=0.0, steps=1, label_smoothing=0.0)
+    run_quietly(recipe, corpus, tmp_path)
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(recipe.model_config(vocab_size=len(corpus.tokenizer)))
+    batch = TokenBatchSampler(*pair_lengths(corpus.train), 27).plan(0)[0]
+    model(**Collator(270, 0)(PairDataset(corpus.train).__getitems__(batch.tolist()))).loss.backward()
+    norm = sum(parameter.grad.square().sum() for parameter in model.parameters()).sqrt()
+    assert log_of(tmp_path)[0]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+# What a GPU needs
+
+
+def test_activation_checkpointing_changes_no_number(corpus, tmp_path, monkeypatch):
+    passes = []
+    true = VanillaTransformerFeedForward.forward
+    monkeypatch.setattr(VanillaTransformerFeedForward, "forward", lambda *a: (passes.append(1), true(*a))[1])
+    plain = run_quietly(make_recipe(steps=5), make_corpus(validation=False), tmp_path / "plain")
+    assert len(passes) == 5 * 2
+    recipe = make_recipe(steps=5, activation_checkpointing=True)
+    saved = run_quietly(recipe, make_corpus(validation=False), tmp_path / "again")
+    assert len(passes) == 5 * 2 + 5 * 4
+    assert (saved / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_compiled_training_gives_the_same_weights_to_rounding(corpus, tmp_path):
+    settings = {"dropout": 0.0, "steps": 4, **WELL_CONDITIONED}
+    plain = load_file(run_quietly(make_recipe(**settings), corpus, tmp_path / "plain") / "model.safetensors")
+    compiled = run_quietly(make_recipe(compile=True, **settings), corpus, tmp_path / "compiled")
+    torch.testing.assert_close(load_file(compiled / "model.safetensors"), plain, rtol=0, atol=1e-5)
 
 
 # Several processes
@@ -425,6 +625,6 @@ def test_another_number_of_processes_is_refused(corpus, tmp_path, monkeypatch):
         run_quietly(make_recipe(), corpus, tmp_path)
     newest = checkpoints(tmp_path)[-1]
     state = load_state(newest)
-    torch.save({**state, "random": state["random"] * 2}, newest / "state" / "state.pt")
-    with pytest.raises(ValueError, match="trained by 2 processes and cannot go on with 1"):
+    torch.save({**state, "identity": {**state["identity"], "processes": 2}}, newest / "state" / "state.pt")
+    with pytest.raises(ValueError, match="a training by 2 processes, and this one has 1: launch as many again"):
         run_quietly(make_recipe(), corpus, tmp_path)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 WEIGHTS = "model.safetensors"
 STATE = "state"  # what resuming needs beyond the model; only the newest checkpoint keeps it
+FIGURES = "figures.json"  # what the training measured at this step
 NAME = re.compile(r"step-(\d+)")
 
 
@@ -38,7 +39,7 @@ def write_folder(folder: str | Path, write: Callable[[Path], None], overwrite: b
     aside.mkdir(parents=True)
     try:
         write(aside)
-        for path in aside.rglob("*"):
+        for path in (aside, *aside.rglob("*")):
             _fsync(path)
         if folder.exists():
             folder.rename(replaced)
@@ -50,6 +51,20 @@ def write_folder(folder: str | Path, write: Callable[[Path], None], overwrite: b
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_text(path: str | Path, text: str):
+    """Write a text file aside and rename it, so that it is never seen half-written; an older one is replaced.
+
+    Args:
+        path: the file's name in the end.
+        text: what it holds.
+    """
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    _fsync(aside)
+    os.replace(aside, path)
 
 
 def refuse_to_replace(folder: str | Path, overwrite: bool, mark: str | None = None):
@@ -99,8 +114,35 @@ def step_of(checkpoint: str | Path) -> int:
     return int(NAME.fullmatch(Path(checkpoint).name)[1])
 
 
+def best_checkpoints(run: str | Path, count: int, by: str = "validation_loss") -> list[Path]:
+    """The checkpoints of a run at which a figure was best, of equal ones the older.
+
+    Args:
+        run: the run's folder.
+        count: how many.
+        by: the figure; a BLEU is better the higher it is, anything else the lower.
+
+    Returns:
+        At most `count` folders, oldest first; those without the figure are passed over.
+    """
+    measured = {}
+    for folder in checkpoints(run):
+        if (folder / FIGURES).exists():
+            figures = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
+            if by in figures:
+                measured[folder] = -figures[by] if by.endswith("bleu") else figures[by]
+    return sorted(sorted(measured, key=measured.get)[:count], key=step_of)
+
+
 def save_checkpoint(
-    run: str | Path, step: int, save_model: Callable[[Path], None], state: dict, keep_last: int
+    run: str | Path,
+    step: int,
+    save_model: Callable[[Path], None],
+    state: dict,
+    figures: dict,
+    keep_last: int,
+    keep_best: int = 0,
+    best_by: str = "validation_loss",
 ) -> Path:
     """Save a model and what resuming needs, and drop what is no longer wanted.
 
@@ -109,24 +151,39 @@ def save_checkpoint(
         step: optimizer steps done.
         save_model: writes model and tokenizer into a folder.
         state: tensors and plain values, for `load_state`.
-        keep_last: checkpoints kept, this one counted.
+        figures: what was measured at this step, for `best_checkpoints`.
+        keep_last: newest checkpoints kept, this one counted.
+        keep_best, best_by: best ones kept beside them, and the figure that says which they are.
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        OSError: the disk is full, say; the checkpoints before this one are whole.
     """
+    home = Path(run) / "checkpoints"
 
     def write(folder):
         save_model(folder)
+        (folder / FIGURES).write_text(json.dumps(figures) + "\n", encoding="utf-8")
         (folder / STATE).mkdir()
         torch.save(state, folder / STATE / "state.pt")
 
-    saved = Path(run) / "checkpoints" / f"step-{step:08d}"
-    write_folder(saved, write, overwrite=True)
+    for stale in (*home.glob(".step-*.tmp"), *home.glob(".step-*.removed")):  # of a training that was killed
+        shutil.rmtree(stale, ignore_errors=True)
+    saved = home / f"step-{step:08d}"
+    try:
+        write_folder(saved, write, overwrite=True)
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of these to one of the writers
+        raise OSError(f"the checkpoint of step {step} could not be written ({error}): is the disk full?") from error
+    kept = {*checkpoints(run)[-keep_last:], *best_checkpoints(run, keep_best, best_by)}
     for older in checkpoints(run):
-        if older != saved:
+        if older not in kept:
+            # Out of sight at once: half removed, it would still look like a checkpoint.
+            removed = older.rename(older.with_name(f".{older.name}.removed"))
+            shutil.rmtree(removed, ignore_errors=True)
+        elif older != saved:
             shutil.rmtree(older / STATE, ignore_errors=True)
-    for oldest in checkpoints(run)[:-keep_last]:
-        shutil.rmtree(oldest)
     return saved
 
 
@@ -141,11 +198,51 @@ def load_state(checkpoint: str | Path) -> dict:
 
     Raises:
         FileNotFoundError: the checkpoint has none.
+        ValueError: the file is damaged.
     """
     path = Path(checkpoint) / STATE / "state.pt"
     if not path.exists():
         raise FileNotFoundError(f"{checkpoint} holds a model but no {STATE}/state.pt: it cannot be resumed from")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is damaged ({error}): it cannot be resumed from") from error
+
+
+def choose(
+    models: list[Path], last: int | None = None, best: int | None = None, best_by: str = "validation_loss"
+) -> list[Path]:
+    """The checkpoints to average.
+
+    Args:
+        models: a run's folder, or checkpoints' own folders.
+        last: of a run, as many of the newest; unless given, as many as its recipe keeps for this.
+        best: of a run, as many of the best instead.
+        best_by: the figure that says which these are.
+
+    Returns:
+        Folders, oldest first.
+
+    Raises:
+        ValueError: no checkpoints, or fewer than asked for.
+    """
+    run, *others = models
+    existing = [] if others else checkpoints(run)
+    if not existing:
+        if last is not None or best is not None or not (others or (run / WEIGHTS).exists()):
+            raise ValueError(f"{run} holds no checkpoints to choose from")
+        return models
+    if best is not None:
+        wanted, existing = best, best_checkpoints(run, best, best_by)
+    elif last is not None:
+        wanted = last
+    else:
+        record = run / "recipe.json"
+        kept = json.loads(record.read_text(encoding="utf-8"))["recipe"]["keep_last"] if record.exists() else None
+        wanted = min(kept or len(existing), len(existing))
+    if len(existing) < wanted:
+        raise ValueError(f"{run} has kept {len(existing)} such checkpoints, and {wanted} were asked for")
+    return existing[-wanted:]
 
 
 def average(folders: Iterable[str | Path], output: str | Path, overwrite: bool = False) -> Path:
@@ -186,7 +283,7 @@ def average(folders: Iterable[str | Path], output: str | Path, overwrite: bool =
             )
 
     def write(aside):
-        shutil.copytree(last, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS, STATE))
+        shutil.copytree(last, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS, STATE, FIGURES))
         mean = {}
         for name in shapes[-1]:
             total = sum(file.get_tensor(name).double() for file in files)

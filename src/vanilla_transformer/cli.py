@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from accelerate import PartialState
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers import pipeline as make_pipeline
 from transformers.utils import logging
 
-from . import checkpoint, evaluation, hub, training
+from . import checkpoint, evaluation, hub, journal, training
 from . import prepare as preparation
 from .data import read_lines, read_parallel_files
 from .recipe import load_recipe
@@ -94,29 +95,41 @@ def train(
     recipe: RecipePath,
     corpus: Annotated[Path, typer.Option(help="What prepare made.")],
     output: Annotated[Path, typer.Option(help="The run's folder; goes on from its newest checkpoint.")],
-    track: Annotated[list[str] | None, typer.Option(help="Accelerate's trackers, such as tensorboard.")] = None,
-    workers: Annotated[int, typer.Option(help="Processes that prepare batches.")] = 0,
-    restart: Annotated[
-        bool, typer.Option(help="Remove the checkpoints and the log of what was trained there before.")
+    track: Annotated[
+        list[str], typer.Option(help="Accelerate's trackers, such as tensorboard or wandb; none for none.")
+    ] = ["tensorboard"],  # noqa: B006  (typer wants the default as it is)
+    workers: Annotated[int, typer.Option(min=0, help="Processes that prepare batches.")] = 0,
+    restart: Annotated[bool, typer.Option(help="Remove what an earlier training wrote there.")] = False,
+    accept_changes: Annotated[
+        bool, typer.Option(help="Go on from a checkpoint of another recipe, corpus or number of processes.")
     ] = False,
 ):
     """Train by a recipe; under `accelerate launch`, on many devices."""
-    saved = training.train(load_recipe(recipe), preparation.load_corpus(corpus), output, track, workers, restart)
-    typer.echo(f"trained: {saved}")
+    if restart and accept_changes:
+        raise typer.BadParameter("give either --restart or --accept-changes")
+    trackers = [name for name in track if name != "none"]
+    saved = training.train(
+        load_recipe(recipe), preparation.load_corpus(corpus), output, trackers, workers, restart, accept_changes
+    )
+    if PartialState().is_main_process:
+        report = output / journal.REPORT
+        typer.echo(f"{report.read_text(encoding='utf-8')}trained: {saved}")
 
 
 @app.command()
 @says_what_is_wrong
 def average(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    models: Annotated[list[Path], typer.Argument(help="A run's folder, or the checkpoints' own.")],
     output: Annotated[Path, typer.Option(help="The folder to make.")],
-    last: Annotated[int, typer.Option(min=0, help="How many of the newest checkpoints; 0 for all that were kept.")] = 0,
+    last: Annotated[int | None, typer.Option(min=1, help="Of a run, this many of the newest checkpoints.")] = None,
+    best: Annotated[int | None, typer.Option(min=1, help="Of a run, this many of the best checkpoints.")] = None,
+    best_by: Annotated[str, typer.Option(help="What --best goes by.")] = "validation_loss",
     overwrite: Overwrite = False,
 ):
-    """Average a run's last checkpoints into one model."""
-    folders = checkpoint.checkpoints(run)[-last:]
-    if not folders:
-        raise ValueError(f"{run} holds no checkpoints")
+    """Average checkpoints into one model: those given, or of a run the last that its recipe keeps, or others."""
+    if last is not None and best is not None:
+        raise typer.BadParameter("give either --last or --best")
+    folders = checkpoint.choose(models, last, best, best_by)
     typer.echo(f"averaged {len(folders)} checkpoints: {checkpoint.average(folders, output, overwrite)}")
 
 

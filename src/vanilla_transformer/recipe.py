@@ -28,9 +28,16 @@ class Recipe:
         label_smoothing: of the loss (5.4).
         max_gradient_norm: gradients are clipped to it; none in the paper.
         mixed_precision: "no", "bf16" or "fp16"; `None` leaves it to `accelerate launch`.
+        compile: run the layers through `torch.compile`; pays on GPUs.
+        activation_checkpointing: keep no layer's inner activations, compute them again in the backward pass: less
+            memory, a third more time.
         seed: of initialisation, dropout and the order of batches.
+        log_every: steps between lines of the log.
         save_every: steps between checkpoints, at which the model is evaluated, too.
-        keep_last: checkpoints kept, which are those that are averaged in the end (6.1: 5 for base, 20 for big).
+        keep_last: newest checkpoints kept, which are those that are averaged in the end (6.1: 5 for base, 20 for big).
+        keep_best: best checkpoints kept beside them, by `best_by`.
+        best_by: "validation_loss" or "validation_bleu".
+        patience: evaluations in a row without a better `best_by` after which training stops; `None` for never.
         validation_bleu_sentences: how many validation sentences are translated (greedily) for BLEU at every
             checkpoint; 0 for none.
 
@@ -53,10 +60,16 @@ class Recipe:
     label_smoothing: float | int = 0.1
     max_gradient_norm: float | int | None = None
     mixed_precision: str | None = None
+    compile: bool = False
+    activation_checkpointing: bool = False
     seed: int = 0
+    log_every: int = 100
     save_every: int = 1000
     keep_last: int = 5
-    validation_bleu_sentences: int = 0
+    keep_best: int = 1
+    best_by: str = "validation_loss"
+    patience: int | None = None
+    validation_bleu_sentences: int = 200
 
     def validate_ranges(self):
         """Counts are positive and rates are rates.
@@ -65,15 +78,21 @@ class Recipe:
             ValueError: naming the knob and its value.
         """
         counts = ("vocab_size", "max_length", "batch_tokens", "gradient_accumulation", "steps", "warmup_steps")
-        for name in (*counts, "save_every", "keep_last"):
+        for name in (*counts, "log_every", "save_every", "keep_last", "patience"):
             value = getattr(self, name)
-            if isinstance(value, bool) or value < 1:  # a bool is an int to Python, and to older versions of @strict
+            # A bool is an int to Python, and to older versions of @strict.
+            if value is not None and (isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         for name in ("learning_rate_factor", "adam_epsilon", "max_gradient_norm"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.validation_bleu_sentences < 0:
-            raise ValueError(f"validation_bleu_sentences must be at least 0, got {self.validation_bleu_sentences}")
+        for name in ("keep_best", "validation_bleu_sentences"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.best_by not in ("validation_loss", "validation_bleu"):
+            raise ValueError(f"best_by must be 'validation_loss' or 'validation_bleu', got {self.best_by!r}")
+        if self.best_by == "validation_bleu" and not self.validation_bleu_sentences:
+            raise ValueError("best_by='validation_bleu' needs validation_bleu_sentences above 0")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
