@@ -32,6 +32,9 @@ MAY_IMPORT = {
     "loss": set(),
     "schedule": set(),
     "checkpoint": set(),
+    "claim": {"checkpoint"},
+    "journal": {"checkpoint"},
+    "cpu": set(),
     "recipe": {CONFIGURATION},
     "__init__": {CONFIGURATION, MODELING, PIPELINE},
 }
@@ -132,9 +135,7 @@ print(*sys.modules)
     loaded = run_python(code, PACKAGE.parent).split()
     ours = {module.split(".")[1] for module in loaded if module.startswith("vanilla_transformer.")}
     assert ours == {path.stem for path in HUB}
-    libraries = {"datasets", "evaluate", "pyarrow", "sacrebleu", "sacremoses", "tensorboard", "typer", "yaml"} - {
-        "yaml"
-    }
+    libraries = {"datasets", "evaluate", "matplotlib", "pyarrow", "sacrebleu", "sacremoses", "tensorboard", "typer"}
     assert not libraries & set(loaded)
 
 
@@ -157,6 +158,8 @@ def test_nothing_in_train_hides_a_library_from_its_scripts():
 def test_scripts_hold_no_logic():
     assert SCRIPTS
     for path in SCRIPTS:
+        if path.name == "finetune.py":  # the one that is there to be read: transformers' Trainer, and nothing of ours
+            continue
         statements = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.stmt)]
         assert len(statements) <= 40, name_of(path)
         assert not [node for node in statements if isinstance(node, (ast.For, ast.While, ast.ClassDef))], name_of(path)

@@ -1,11 +1,14 @@
 """From text to a prepared corpus: counts, refusals, and nothing half-written."""
 
 import json
+import shutil
 
 import datasets
+import numpy as np
 import pytest
 from tokenizers import processors
 
+from vanilla_transformer import prepare as preparation
 from vanilla_transformer.prepare import Bitext, fingerprint, load_corpus, prepare
 from vanilla_transformer.recipe import Recipe
 from vanilla_transformer.tokenizer import train_tokenizer
@@ -76,6 +79,13 @@ def test_pairs_that_are_too_long_are_left_out_counted_and_named(tmp_path, raw):
     assert report["target_tokens"] == sum(len(targets[i].encode()) + 1 for i in kept)
 
 
+def test_pairs_that_are_too_long_are_named_by_their_lines_in_the_text_whatever_was_dropped_before(tmp_path, raw):
+    sources = ["a", "", "x" * 90, "b", "", "y" * 90]
+    report = run(tmp_path, text(raw, "train", sources, ["z"] * 6), vocab_size=260, drop_empty=True)["train"]
+    assert (report["pairs"], report["too_long_pairs"]) == (2, [3, 6])
+    assert texts_of(load_corpus(tmp_path / "out"), "input_ids") == ["a", "b"]
+
+
 def test_a_corpus_of_long_pairs_alone_is_refused(tmp_path, raw):
     with pytest.raises(ValueError, match="no pair of the train split has at most max_length=3 tokens on both sides"):
         run(tmp_path, text(raw), max_length=3)
@@ -116,10 +126,11 @@ def test_a_failure_leaves_nothing_half_written(tmp_path, raw, validation, messag
     assert sorted(path for path in tmp_path.rglob("*") if not path.name.startswith("validation.")) == before
 
 
-def test_success_leaves_nothing_but_the_output(tmp_path, raw):
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_success_leaves_nothing_but_the_output(tmp_path, raw, num_proc):
     train = text(raw)
     before = set(tmp_path.rglob("*"))
-    run(tmp_path, train)
+    run(tmp_path, train, num_proc=num_proc)
     assert {
         path for path in set(tmp_path.rglob("*")) - before if tmp_path / "out" not in (path, *path.parents)
     } == set()
@@ -165,9 +176,80 @@ def test_a_fingerprint_changes_with_any_part():
         datasets.Dataset.from_dict({"a": [[1], [2, 3]], "b": ["x", "y"]}),
         datasets.Dataset.from_dict({"a": [[1, 2], [3]], "b": ["x", "z"]}),
         datasets.Dataset.from_dict({"a": [[1, 2], [3]], "b": ["xy", ""]}),
+        datasets.Dataset.from_dict({"a": [[1, 2], [3]], "c": ["x", "y"]}),
+        corpus.select([1, 0]),
+        corpus.select([0]),
     ]
-    assert fingerprint(corpus, "text") == fingerprint(corpus.select([0, 1]), "text")
-    assert len({fingerprint(dataset, "text") for dataset in [corpus, *others]} | {fingerprint(corpus, "texs")}) == 6
+    digests = [fingerprint(corpus, "text"), fingerprint(corpus, "texs"), fingerprint(corpus), fingerprint("text")]
+    assert len({*digests, *(fingerprint(dataset, "text") for dataset in others)}) == 11
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 10_000])
+def test_a_fingerprint_is_of_the_content_however_it_lies_in_pieces(monkeypatch, at_once):
+    rows = {"a": [[1, 2], [3], [4, 5, 6], [7], [1, 2]], "b": ["x", "äöü", "", "zz", "x"]}
+    corpus = datasets.Dataset.from_dict(rows)
+    expected = fingerprint(corpus)
+    monkeypatch.setattr(preparation, "READ_AT_ONCE", at_once)
+    for same in (
+        corpus,
+        corpus.select([0, 1, 2, 3, 0]),
+        datasets.concatenate_datasets([corpus.select(range(2)), corpus.select(range(2, 5))]),
+        datasets.concatenate_datasets(
+            [corpus.select([1, 0]).select([1]), corpus.select(range(1, 4)), corpus.select([0])]
+        ),
+    ):
+        assert fingerprint(same) == expected
+
+
+def exchange_the_training_text(out, other):
+    shutil.rmtree(out / "train")
+    shutil.copytree(other / "train", out / "train")
+
+
+def exchange_the_validation_text(out, other):
+    shutil.rmtree(out / "validation")
+    shutil.copytree(other / "validation", out / "validation")
+
+
+def remove_the_validation_text(out, other):
+    shutil.rmtree(out / "validation")
+
+
+def exchange_the_tokenizer(out, other):
+    shutil.copy(other / "tokenizer" / "tokenizer.json", out / "tokenizer")
+
+
+def exchange_the_record(out, other):
+    shutil.copy(other / "corpus.json", out)
+
+
+def change_one_id(out, other):
+    (file,) = (out / "train").glob("*.arrow")
+    whole = file.read_bytes()
+    at = whole.index(np.array([*load_corpus(out).train[3]["labels"]], dtype=np.int32).tobytes())
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        exchange_the_training_text,
+        exchange_the_validation_text,
+        remove_the_validation_text,
+        exchange_the_tokenizer,
+        exchange_the_record,
+        change_one_id,
+    ],
+)
+def test_a_corpus_that_was_changed_after_it_was_prepared_is_refused(tmp_path, raw, damage):
+    out, other = tmp_path / "out", tmp_path / "other"
+    run(tmp_path, text(raw), text(raw, "validation", SOURCES[1:4], TARGETS[1:4]), vocab_size=265)
+    out.rename(other)
+    run(tmp_path, text(raw, "train", TARGETS, SOURCES), text(raw, "validation", SOURCES[:3], TARGETS[:3]))
+    load_corpus(out)
+    damage(out, other)
+    with pytest.raises(ValueError, match="out is not as `prepare` wrote it.*run `prepare` again"):
+        load_corpus(out)
 
 
 def on_disk(folder, rows):
@@ -195,8 +277,9 @@ def test_empty_sides_of_a_dataset_are_refused_or_dropped_as_those_of_files(tmp_p
 
 def test_several_processes_tokenise_to_the_same_corpus(tmp_path, raw):
     first = run(tmp_path, text(raw))
-    assert run(tmp_path, text(raw), num_proc=2, overwrite=True)["train"] == first["train"]
-    assert load_corpus(tmp_path / "out").train[11]["labels"][-1] == 2
+    rows = load_corpus(tmp_path / "out").train[:]
+    assert run(tmp_path, text(raw), num_proc=2, overwrite=True) == first
+    assert load_corpus(tmp_path / "out").train[:] == rows
 
 
 @pytest.mark.parametrize("files", [[], ["train", "tokenizer"]])

@@ -169,22 +169,20 @@ def read_bitext(
     src_lang: str,
     tgt_lang: str,
     folder: str | Path,
-    drop_empty: bool = False,
 ) -> datasets.Dataset:
-    """Read parallel text of any kind into a dataset, and refuse what would harm a training in silence.
+    """Read parallel text of any kind into a dataset.
 
     Args:
         source: a text file with `target` beside it; or without, a `.tsv` or `.jsonl` file; `.gz` behind any of them.
         target: the file of translations, or `None`.
         src_lang, tgt_lang: languages, which are the keys of a `.jsonl` file.
         folder: where the text is put as one Arrow file, memory-mapped from then on.
-        drop_empty: leave out pairs with an empty side instead of refusing them.
 
     Returns:
         Dataset with the columns `source` and `target`.
 
     Raises:
-        ValueError: files of unequal length, empty lines, bytes that are not UTF-8, no pairs at all, an unknown kind.
+        ValueError: files of unequal length, bytes that are not UTF-8, an unknown kind.
         FileNotFoundError: a file that is not there.
     """
     for path in (source, target):
@@ -204,10 +202,10 @@ def read_bitext(
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         while block := list(itertools.islice(pairs, READ_AT_ONCE)):
             writer.write(pa.record_batch([[s for s, _ in block], [t for _, t in block]], schema=schema))
-    return refuse_empty_pairs(datasets.Dataset.from_file(str(path)), source, drop_empty)
+    return datasets.Dataset.from_file(str(path))
 
 
-def refuse_empty_pairs(bitext: datasets.Dataset, name: str | Path, drop_empty: bool = False) -> datasets.Dataset:
+def pairs_with_text(bitext: datasets.Dataset, name: str | Path, drop_empty: bool = False) -> np.ndarray:
     """Refuse pairs with nothing but white space on a side, or leave them out.
 
     Args:
@@ -216,27 +214,26 @@ def refuse_empty_pairs(bitext: datasets.Dataset, name: str | Path, drop_empty: b
         drop_empty: leave such pairs out.
 
     Returns:
-        The dataset without them.
+        Row numbers of all other pairs.
 
     Raises:
         ValueError: there are some and `drop_empty` is not set, or nothing is left.
     """
-    empty, seen = [], 0
+    has_text = np.zeros(len(bitext), dtype=bool)
     for start in range(0, len(bitext), READ_AT_ONCE):
         table = bitext.with_format("arrow")[start : start + READ_AT_ONCE]
         sides = [pc.fill_null(pc.utf8_trim_whitespace(table.column(side)), "") for side in ("source", "target")]
-        is_empty = pc.or_(pc.equal(sides[0], ""), pc.equal(sides[1], "")).to_numpy()
-        empty.append(np.flatnonzero(is_empty) + seen)
-        seen += len(is_empty)
-    empty = np.concatenate(empty) if empty else np.zeros(0, dtype=np.int64)
+        both = pc.and_(pc.not_equal(sides[0], ""), pc.not_equal(sides[1], ""))
+        has_text[start : start + READ_AT_ONCE] = both.to_numpy()
+    empty = np.flatnonzero(~has_text)
     if len(empty) and not drop_empty:
         first = ", ".join(str(i + 1) for i in empty[:LONGEST_LIST]) + (", …" if len(empty) > LONGEST_LIST else "")
         raise ValueError(
             f"{len(empty)} pairs of {name} have an empty side (lines {first}): remove them, or --drop-empty"
         )
-    if len(empty) == len(bitext):
+    if not has_text.any():
         raise ValueError(f"{name} holds no pairs of sentences")
-    return bitext.select(np.setdiff1d(np.arange(len(bitext)), empty)) if len(empty) else bitext
+    return np.flatnonzero(has_text)
 
 
 def tokenize(
@@ -282,41 +279,35 @@ def tokenize(
     )
 
 
-def list_lengths(column) -> np.ndarray:
-    """Lengths of the lists of an Arrow column, from its offsets alone.
-
-    Args:
-        column: chunked Arrow array of P lists.
-
-    Returns:
-        (P,) int64.
-    """
-    if column.num_chunks == 0:
-        return np.zeros(0, dtype=np.int64)
-    return np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]).astype(np.int64)
-
-
 def pair_lengths(dataset: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """Source and target lengths of a tokenised corpus.
+    """Source and target lengths of a tokenised corpus, whose ids are not read for it.
 
     Args:
         dataset: with the columns `input_ids` and `labels`.
 
     Returns:
-        Two arrays (P,) of tokens, `</s>` counted.
+        Two arrays (P,) int32 of tokens, `</s>` counted.
     """
-    arrow = dataset.with_format("arrow")
-    table = arrow[:] if dataset._indices is not None else dataset.data.table
-    return list_lengths(table.column("input_ids")), list_lengths(table.column("labels"))
+    table = dataset.data.table
+    source, target = (pc.list_value_length(table.column(side)).to_numpy() for side in ("input_ids", "labels"))
+    if dataset._indices is None:
+        return source, target
+    rows = dataset._indices.column(0).to_numpy()
+    return source[rows], target[rows]
 
 
 class TokenBatchSampler:
     """Batches of about `batch_tokens` source and as many target tokens, sentences of like length together (5.1).
 
-    Pairs are sorted by length, cut where either padded side would pass the budget, and the batches shuffled; ties are
-    broken by chance, so that each epoch cuts other batches. All of it follows from seed and epoch alone. Each rank gets
-    as many batches as the others, and none that another has; up to `ranks * accumulation - 1` batches, which others
-    each epoch, are left over.
+    Pairs are sorted by their longer side, which is what the budget counts, and within one length back and forth by how
+    much longer the source is, so that neighbours differ little on either side. They are cut where the padded batch
+    would pass the budget, and the batches shuffled; ties are broken by chance, so that each epoch cuts other batches.
+    All of it follows from seed and epoch alone. Each rank gets as many batches as the others, and none that another
+    has; up to `ranks * accumulation - 1` batches, which others each epoch, are left over.
+
+    How much is padding depends on how many batches the corpus makes. Of lengths such as Multi30k's, 20 batches hold
+    9 % padding, 80 hold 4 %, and a million pairs 1 % at 25,000 tokens; a small corpus wants its step in several smaller
+    batches (`accumulation`), which gives the same gradient.
 
     Args:
         source_lengths, target_lengths: (P,) tokens of every pair.
@@ -351,27 +342,24 @@ class TokenBatchSampler:
             Arrays of pair numbers, one a batch.
         """
         random = np.random.default_rng([self.seed, epoch])
-        order = random.permutation(len(self.source_lengths))
-        source, target = self.source_lengths[order], self.target_lengths[order]
-        # By target length, and within one back and forth by source length, so that neighbours differ little in both.
-        order = order[np.lexsort((np.where(target % 2, source, -source), target))]
-        starts = self._cut(self.source_lengths[order], self.target_lengths[order])
-        batches = np.split(order, starts[1:]) if starts else []
-        random.shuffle(batches)
-        return batches
+        order = random.permutation(np.arange(len(self.source_lengths), dtype=np.int32))
+        # No length passes the budget; numbers of 16 bits are sorted several times as fast.
+        small = np.int16 if self.batch_tokens <= np.iinfo(np.int16).max else np.int64
+        source, target = self.source_lengths[order].astype(small), self.target_lengths[order].astype(small)
+        longest = np.maximum(source, target)
+        order = order[np.lexsort((np.where(longest % 2, source - target, target - source), longest))]
+        starts = self._cut(np.maximum(self.source_lengths[order], self.target_lengths[order]))
+        ends = [*starts[1:], len(order)]
+        return [order[starts[i] : ends[i]] for i in random.permutation(len(starts))]
 
-    def _cut(self, source, target):
+    def _cut(self, longest):
         """Where batches begin in the sorted corpus: as many pairs each as the budget holds with padding."""
-        starts, start, pairs = [], 0, len(source)
-        while start < pairs:
+        starts, start = [], 0
+        while start < len(longest):
             starts.append(start)
-            window = self.batch_tokens // max(int(source[start]), int(target[start]), 1)
-            longest = np.maximum(
-                np.maximum.accumulate(source[start : start + window]),
-                np.maximum.accumulate(target[start : start + window]),
-            )
-            fits = longest * np.arange(1, len(longest) + 1) <= self.batch_tokens
-            start += int(fits.sum())
+            # The last pair is the longest.
+            candidates = longest[start : start + self.batch_tokens // max(int(longest[start]), 1)]
+            start += np.count_nonzero(candidates * np.arange(1, len(candidates) + 1) <= self.batch_tokens)
         return starts
 
     def state_dict(self) -> dict[str, int]:
@@ -397,21 +385,24 @@ class TokenBatchSampler:
 
 
 class PairDataset(torch.utils.data.Dataset):
-    """A tokenised corpus as torch wants it, read a whole batch at a time.
+    """A tokenised corpus as torch wants it, read a whole batch at a time from the memory-mapped file.
 
     Args:
         dataset: with the columns `input_ids` and `labels`.
+        number_pairs: add a column `pair` of the pairs' numbers in the corpus, counted from 0.
     """
 
-    def __init__(self, dataset: datasets.Dataset):
+    def __init__(self, dataset: datasets.Dataset, number_pairs: bool = False):
         self.arrow = dataset.select_columns(["input_ids", "labels"]).with_format("arrow")
+        self.number_pairs = number_pairs
 
     def __len__(self) -> int:
         return len(self.arrow)
 
-    def __getitems__(self, indices: list[int]):
+    def __getitems__(self, indices: list[int]) -> pa.Table:
         """Arrow table of these pairs."""
-        return self.arrow[indices]
+        table = self.arrow[indices]
+        return table.append_column("pair", pa.array(indices, pa.int64())) if self.number_pairs else table
 
 
 class Collator:
@@ -425,25 +416,31 @@ class Collator:
     def __init__(self, vocab_size: int, pad_token_id: int):
         self.vocab_size, self.pad_token_id = vocab_size, pad_token_id
 
-    def __call__(self, table) -> dict[str, torch.Tensor]:
+    def __call__(self, table: pa.Table) -> dict[str, torch.Tensor]:
         """Make one batch.
 
         Args:
-            table: Arrow table with the columns `input_ids` and `labels`.
+            table: with the columns `input_ids` and `labels`, and perhaps `pair`.
 
         Returns:
-            `input_ids` (B, S), `attention_mask` (B, S) and `labels` (B, T), padded on the right.
+            `input_ids` (B, S), `attention_mask` (B, S) and `labels` (B, T), padded on the right; and `pairs` (B,),
+            which is no input of the model, where the table numbers its pairs.
 
         Raises:
             ValueError: an id outside the vocabulary.
         """
         input_ids, mask = self._pad(table.column("input_ids"), self.pad_token_id, "input_ids")
         labels, _ = self._pad(table.column("labels"), -100, "labels")
-        return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+        batch = {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+        if "pair" in table.column_names:
+            batch["pairs"] = torch.tensor(table.column("pair").to_numpy())
+        return batch
 
     def _pad(self, column, filler, name):
-        lengths = list_lengths(column)
-        ids = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        # In one piece first: a batch comes in as many as it has pairs, and each would cost as much as all together.
+        sentences = column.combine_chunks()
+        lengths = pc.list_value_length(sentences).to_numpy()
+        ids = sentences.flatten().to_numpy()
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
             wrong = ids.min() if ids.min() < 0 else ids.max()
             raise ValueError(

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .checkpoint import refuse_to_replace, write_folder
-from .data import LONGEST_LIST, pair_lengths, read_bitext, read_dataset, refuse_empty_pairs, tokenize
+from .data import LONGEST_LIST, READ_AT_ONCE, pair_lengths, pairs_with_text, read_bitext, read_dataset, tokenize
 from .recipe import Recipe
 from .tokenizer import train_tokenizer
 
@@ -32,12 +34,16 @@ class Bitext:
     config: str | None = None
     split: str | None = None
 
-    def read(self, recipe: Recipe, folder: Path, drop_empty: bool) -> datasets.Dataset:
-        """Dataset with the columns `source` and `target`, its text put in `folder`."""
+    def read(self, recipe: Recipe, folder: Path, drop_empty: bool) -> tuple[datasets.Dataset, np.ndarray]:
+        """Dataset with the columns `source` and `target`, its text put in `folder`; and its pairs' numbers from 0."""
         if self.split is not None:
+            name = f"{self.split} of {self.source}"
             bitext = read_dataset(self.source, recipe.src_lang, recipe.tgt_lang, self.split, self.config)
-            return refuse_empty_pairs(bitext, f"{self.split} of {self.source}", drop_empty)
-        return read_bitext(self.source, self.target, recipe.src_lang, recipe.tgt_lang, folder, drop_empty)
+        else:
+            name = self.source
+            bitext = read_bitext(self.source, self.target, recipe.src_lang, recipe.tgt_lang, folder)
+        numbers = pairs_with_text(bitext, name, drop_empty)
+        return bitext if len(numbers) == len(bitext) else bitext.select(numbers), numbers
 
 
 def prepare(
@@ -53,18 +59,22 @@ def prepare(
 ) -> dict:
     """Read, learn the vocabulary, tokenise, and leave out what is too long.
 
+    Text and ids stay on the disk, beside `output` until it is done, and are never in memory whole; what takes memory is
+    the count of distinct words while the vocabulary is learnt. `benchmarks/data_path.py` says how long it all takes.
+
     Args:
         recipe: gives the languages, the vocabulary's size and the longest sentence.
         train, validation: the text; only the first teaches the tokenizer.
         output: the folder to make.
         tokenizer: a tokenizer's folder to use in place of learning one.
         drop_empty: leave out pairs with an empty side instead of refusing them.
-        num_proc: processes that tokenise.
+        num_proc: processes that tokenise; `None` for this one, whose tokenizer uses all cores by threads.
         overwrite: replace a folder of that name.
         show_progress: whether to draw progress bars.
 
     Returns:
-        Counts by split: pairs kept, pairs left out as too long and the first of their numbers, tokens of either side.
+        Counts by split: pairs kept, pairs left out as too long and the first of their line numbers in the text, tokens
+        of either side. The vocabulary's size. The corpus' fingerprint.
 
     Raises:
         FileExistsError: the output exists, and `overwrite` is not set.
@@ -83,21 +93,18 @@ def prepare(
                 Path(scratch, name).mkdir()
             texts = {name: split.read(recipe, Path(scratch, name), drop_empty) for name, split in splits.items()}
             if tokenizer is None:
-                sentences = (text for side in ("source", "target") for text in _column(texts["train"], side))
+                sentences = (text for side in ("source", "target") for text in _column(texts["train"][0], side))
                 learned = train_tokenizer(sentences, recipe.vocab_size, show_progress)
             else:
                 learned = AutoTokenizer.from_pretrained(tokenizer)
                 _refuse_foreign_ids(learned, tokenizer)
             learned.save_pretrained(folder / "tokenizer")
-            kept = {}
-            for name, bitext in texts.items():
+            for name, (bitext, numbers) in texts.items():
                 ids = tokenize(bitext, learned, name != "train", num_proc, folder=Path(scratch, name))
-                kept[name], report[name] = _leave_out_long(name, ids, recipe.max_length)
-                kept[name].save_to_disk(folder / name)
+                kept, report[name] = _leave_out_long(name, ids, numbers, recipe.max_length)
+                kept.save_to_disk(folder / name)
         report["vocab_size"] = len(learned)
-        report["fingerprint"] = fingerprint(
-            (folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"), *kept.values()
-        )
+        report["fingerprint"] = _fingerprint_of(folder, *(datasets.load_from_disk(folder / name) for name in texts))
         (folder / "corpus.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
     write_folder(output, write, overwrite, mark="corpus.json")
@@ -114,13 +121,13 @@ def _refuse_foreign_ids(tokenizer, name):
         )
 
 
-def _column(dataset, name, at_once=10_000):
+def _column(dataset, name):
     """The texts of a column, not all in memory at once."""
-    for start in range(0, len(dataset), at_once):
-        yield from dataset[start : start + at_once][name]
+    for start in range(0, len(dataset), READ_AT_ONCE):
+        yield from dataset[start : start + READ_AT_ONCE][name]
 
 
-def _leave_out_long(name, ids, max_length):
+def _leave_out_long(name, ids, numbers, max_length):
     """Drop pairs with a side of more than `max_length` tokens; returns what is left, and the counts."""
     source, target = pair_lengths(ids)
     long = np.maximum(source, target) > max_length
@@ -131,7 +138,7 @@ def _leave_out_long(name, ids, max_length):
     return ids, {
         "pairs": int((~long).sum()),
         "too_long": int(long.sum()),
-        "too_long_pairs": (np.flatnonzero(long)[:LONGEST_LIST] + 1).tolist(),
+        "too_long_pairs": (numbers[long][:LONGEST_LIST] + 1).tolist(),
         "source_tokens": int(source[~long].sum()),
         "target_tokens": int(target[~long].sum()),
     }
@@ -164,24 +171,40 @@ def load_corpus(folder: str | Path) -> Corpus:
 
     Raises:
         FileNotFoundError: no such folder, or one that holds no prepared corpus.
+        ValueError: tokenizer or sentences are not those that `prepare` wrote.
     """
     folder = Path(folder)
     if not (folder / "corpus.json").exists():
         raise FileNotFoundError(f"{folder} holds no prepared corpus (no corpus.json): run `prepare` first")
-    validation = folder / "validation"
+    recorded = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))["fingerprint"]
+    splits = {
+        name: datasets.load_from_disk(folder / name) for name in ("train", "validation") if (folder / name).exists()
+    }
+    # Not taken on trust: a resumed training would go on, on other text, with nobody the wiser.
+    if _fingerprint_of(folder, *splits.values()) != recorded:
+        raise ValueError(
+            f"{folder} is not as `prepare` wrote it: its tokenizer, its sentences or its corpus.json were exchanged "
+            "or damaged since, or an older version wrote it; run `prepare` again"
+        )
     return Corpus(
         tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
-        train=datasets.load_from_disk(folder / "train"),
-        validation=datasets.load_from_disk(validation) if validation.exists() else None,
-        fingerprint=json.loads((folder / "corpus.json").read_text(encoding="utf-8"))["fingerprint"],
+        train=splits["train"],
+        validation=splits.get("validation"),
+        fingerprint=recorded,
     )
 
 
-def fingerprint(*datasets_and_texts) -> str:
-    """A digest that changes with the content of Arrow columns and texts.
+def _fingerprint_of(folder, *splits):
+    """The fingerprint of a prepared corpus."""
+    return fingerprint((folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"), *splits)
+
+
+def fingerprint(*datasets_and_texts: datasets.Dataset | str) -> str:
+    """A digest that changes with content and order of columns and texts, not with how Arrow has them in pieces.
 
     Args:
-        datasets_and_texts: `datasets.Dataset` objects and strings.
+        datasets_and_texts: strings, and datasets whose columns are texts or lists of numbers; these are read piece by
+            piece (about 1 GB a second).
 
     Returns:
         64 hexadecimal digits.
@@ -189,11 +212,16 @@ def fingerprint(*datasets_and_texts) -> str:
     digest = hashlib.sha256()
     for item in datasets_and_texts:
         if isinstance(item, str):
-            digest.update(item.encode("utf-8"))
+            digest.update(hashlib.sha256(item.encode("utf-8")).digest())
             continue
-        for name in sorted(item.column_names):
-            for chunk in item.with_format("arrow")[:].column(name).chunks:
-                for buffer in chunk.buffers():
-                    if buffer is not None:
-                        digest.update(buffer)
+        # Lengths and content apart, so that neither depends on where a piece ends.
+        columns = {name: (hashlib.sha256(), hashlib.sha256()) for name in sorted(item.column_names)}
+        for table in item.with_format("arrow").iter(READ_AT_ONCE):
+            for name, (lengths, content) in columns.items():
+                for chunk in table.column(name).chunks:
+                    is_text = pa.types.is_string(chunk.type) or pa.types.is_large_string(chunk.type)
+                    lengths.update((pc.binary_length if is_text else pc.list_value_length)(chunk).to_numpy())
+                    content.update("".join(chunk.to_pylist()).encode() if is_text else chunk.flatten().to_numpy())
+        for name, (lengths, content) in columns.items():
+            digest.update(name.encode("utf-8") + lengths.digest() + content.digest())
     return digest.hexdigest()
