@@ -130,4 +130,5 @@ def publish(folder: str | Path, repo_id: str, private: bool = False, token: str 
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: build the repository first")
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)
-    return api.upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=[f"{STATE}/*"]).commit_url
+    unfinished = [f"{STATE}/*", "checkpoint-*/*"]  # what resuming needs, of our training and of Trainer's
+    return api.upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=unfinished).commit_url
