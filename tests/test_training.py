@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
@@ -559,6 +559,76 @@ def test_a_compiled_training_gives_the_same_weights_to_rounding(corpus, tmp_path
 # Several processes
 
 
+# One global batch of 12 pairs: by process, by micro-batch. The last has one of padding alone.
+SPLITS = {
+    "2 x 1": [[[*range(5)]], [[*range(5, 12)]]],
+    "2 x 2": [[[0], [2, 1, 3]], [[*range(6, 12)], [4, 5]]],
+    "2 x 2, one empty": [[[*range(7)], [*range(7, 11)]], [[11], []]],
+}
+
+
+def gradients_of(split, module, accelerator, corpus, label_smoothing):
+    """The gradient that this process has of a split, by name."""
+    collate, gather = Collator(270, 0), PairDataset(corpus.train).__getitems__
+    own = [collate(gather(pairs or [0])) for pairs in split[accelerator.process_index]]
+    for batch, pairs in zip(own, split[accelerator.process_index], strict=True):
+        if not pairs:
+            batch["labels"].fill_(-100)
+    _, target = pair_lengths(corpus.train)
+    tokens = sum(int(target[pairs].sum()) for micro_batches in split for pairs in micro_batches if pairs)
+    module.zero_grad()
+    accumulate_gradients(accelerator, module, own, tokens, label_smoothing)
+    return {name: parameter.grad.clone() for name, parameter in accelerator.unwrap_model(module).named_parameters()}
+
+
+def fresh_module(accelerator):
+    torch.manual_seed(0)
+    model = VanillaTransformerForConditionalGeneration(make_recipe(dropout=0.0).model_config(vocab_size=270))
+    return accelerator.prepare(SummedLoss(model))
+
+
+def main_of_splits(folder):
+    """What `torchrun` runs in each of two processes: the gradient of every split."""
+    accelerator, corpus = Accelerator(), make_corpus()
+    module = fresh_module(accelerator)
+    for name, split in SPLITS.items():
+        for label_smoothing in (0.0, 0.1):
+            gradients = gradients_of(split, module, accelerator, corpus, label_smoothing)
+            if accelerator.is_main_process:
+                save_file(gradients, folder / f"{name}, {label_smoothing}.safetensors")
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.slow
+def test_two_processes_and_any_micro_batches_give_the_gradient_of_one_batch(corpus, tmp_path):
+    torchrun("main_of_splits", tmp_path)
+    accelerator = Accelerator()
+    module = fresh_module(accelerator)
+    for label_smoothing in (0.0, 0.1):
+        whole = gradients_of([[[*range(12)]]], module, accelerator, corpus, label_smoothing)
+        four = gradients_of([[[3], [*range(4, 12)], [], [0, 2, 1]]], module, accelerator, corpus, label_smoothing)
+        splits = {name: load_file(tmp_path / f"{name}, {label_smoothing}.safetensors") for name in SPLITS}
+        for name, gradients in {"1 x 4": four, **splits}.items():
+            for parameter, gradient in gradients.items():
+                difference = (gradient - whole[parameter]).norm()
+                assert difference <= 1e-5 * whole[parameter].norm(), (name, label_smoothing, parameter)
+
+
+def torchrun(call, folder):
+    """Run a function of this module in two processes, and see them end well."""
+    (folder / "main.py").write_text(
+        f"import pathlib, test_training; test_training.{call}(pathlib.Path({str(folder)!r}))"
+    )
+    paths = [str(Path(vanilla_transformer.__file__).parents[1]), str(Path(__file__).parent)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", folder / "main.py"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def main_of_several_processes(folder):
     """What `torchrun` runs in each of two processes: a straight training, a killed one, and one without dropout."""
     corpus, monkeypatch = make_corpus(), pytest.MonkeyPatch()
@@ -573,18 +643,7 @@ def main_of_several_processes(folder):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_and_resume_to_the_same_numbers(corpus, tmp_path):
-    code = (
-        f"import sys, pathlib, test_training; test_training.main_of_several_processes(pathlib.Path({str(tmp_path)!r}))"
-    )
-    (tmp_path / "main.py").write_text(code)
-    paths = [str(Path(vanilla_transformer.__file__).parents[1]), str(Path(__file__).parent)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "main.py"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun("main_of_several_processes", tmp_path)
     assert_same_checkpoint(checkpoints(tmp_path / "killed")[-1], checkpoints(tmp_path / "straight")[-1])
 
     recipe = make_recipe(dropout=0.0, max_gradient_norm=0.5, gradient_accumulation=2, **WELL_CONDITIONED)
