@@ -32,7 +32,6 @@ PATHS = [str(Path(vanilla_transformer.__file__).parents[1]), str(Path(__file__).
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(PATHS),
-    "ACCELERATE_USE_CPU": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub.errors import StrictDataclassError
 
+from vanilla_transformer import VanillaTransformerConfig
 from vanilla_transformer.recipe import Recipe, load_recipe
+from vanilla_transformer.schedule import learning_rate
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "train" / "recipes").glob("*.yaml"))
@@ -26,7 +29,9 @@ def load(tmp_path):
 
 
 def test_recipes_are_shipped():
-    assert "multi30k_en_de_tiny" in [path.stem for path in SHIPPED]
+    papers = {"wmt14_en_de_base", "wmt14_en_de_big", "wmt14_en_fr_big"}
+    small = {"iwslt14_de_en", "multi30k_en_de_tiny", "multi30k_en_fr_tiny", "reverse_toy"}
+    assert {path.stem for path in SHIPPED} == papers | small
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -40,6 +45,55 @@ def test_shipped_recipes_open_with_command_hardware_time_and_score(path):
     opening = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))[0]
     for wanted in (rf"train.*{path.name}", "CPU|GPU|core", "second|minute|hour|day", "BLEU"):
         assert re.search(wanted, opening), wanted
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipes_say_only_where_they_differ(path):
+    knobs = yaml.safe_load(path.read_text(encoding="utf-8"))
+    defaults = Recipe(src_lang="", tgt_lang="").to_dict()
+    assert [name for name, value in knobs.items() if value == defaults[name]] == []
+    base = VanillaTransformerConfig()
+    assert [name for name, value in knobs.get("model", {}).items() if value == getattr(base, name)] == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_peak_that_a_recipe_tells_is_its_peak(path):
+    told = re.findall(
+        r"^learning_rate_factor:.*# a peak of (\S+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    for peak in told:
+        recipe = load_recipe(path)
+        reached = learning_rate(
+            recipe.warmup_steps, recipe.model_config().d_model, recipe.warmup_steps, recipe.learning_rate_factor
+        )
+        assert reached == pytest.approx(float(peak), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "languages", "vocab_size", "sizes", "steps", "minutes", "keep_last"),
+    [
+        ("wmt14_en_de_base", ("en", "de"), 37000, (512, 2048, 8, 0.1), 100_000, 12 * 60, 5),
+        ("wmt14_en_de_big", ("en", "de"), 37000, (1024, 4096, 16, 0.3), 300_000, 3.5 * 24 * 60, 20),
+        ("wmt14_en_fr_big", ("en", "fr"), 32000, (1024, 4096, 16, 0.1), 300_000, 3.5 * 24 * 60, 20),
+    ],
+)
+def test_the_papers_recipes_are_the_papers(name, languages, vocab_size, sizes, steps, minutes, keep_last):
+    recipe = load_recipe(ROOT / "train" / "recipes" / f"{name}.yaml")
+    config = recipe.model_config()
+    assert ((recipe.src_lang, recipe.tgt_lang), recipe.vocab_size, recipe.steps) == (languages, vocab_size, steps)
+    assert (config.d_model, config.d_ff, config.num_heads, config.dropout) == sizes
+    assert (config.encoder_layers, config.decoder_layers, recipe.label_smoothing) == (6, 6, 0.1)
+    assert (recipe.warmup_steps, recipe.learning_rate_factor, recipe.keep_last) == (4000, 1, keep_last)
+    assert 8 * recipe.batch_tokens * recipe.gradient_accumulation == 25_000
+    # About every ten minutes of the paper's training, and evenly up to its end.
+    assert recipe.save_every / steps * minutes == pytest.approx(10, rel=0.11) and steps % recipe.save_every == 0
+
+
+def test_the_papers_score_is_not_claimed_before_it_is_reached():
+    for path in SHIPPED:
+        opening = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))[0].replace("\n# ", " ")
+        if "Should give" in opening:
+            assert re.search("[Nn]ot reached here", opening) and re.search(r"\(Table 2\)|\(arXiv:\S+\)", opening), path
 
 
 def test_the_defaults_are_the_papers_base_model(load):

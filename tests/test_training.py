@@ -622,7 +622,7 @@ def torchrun(call, folder):
     paths = [str(Path(vanilla_transformer.__file__).parents[1]), str(Path(__file__).parent)]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", folder / "main.py"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -111,11 +112,19 @@ def train(
     """
     run = Path(run)
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # so that processes find each other without being told
         mixed_precision=recipe.mixed_precision,
         log_with=list(trackers) or None,
         project_config=ProjectConfiguration(project_dir=run, logging_dir=run / "tracking"),
     )
-    identity = {"recipe": recipe.to_dict(), "corpus": corpus.fingerprint, "processes": accelerator.num_processes}
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and plugin.mixed_precision_policy is not None:
+        # Accelerate would round the sums, of losses and of gradients, to half precision.
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, output_dtype=torch.float32, reduce_dtype=torch.float32
+        )
+    knobs = {**recipe.to_dict(), "mixed_precision": accelerator.mixed_precision}  # the launcher's, if not the recipe's
+    identity = {"recipe": knobs, "corpus": corpus.fingerprint, "processes": accelerator.num_processes}
     if accelerator.device.type == "cpu":
         for setting in (cpu.keep_freed_memory(), cpu.use_fastest_exact_products()):
             accelerator.print(setting)
