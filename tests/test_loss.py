@@ -1,5 +1,8 @@
 """The fused loss against torch's own cross-entropy, and what it costs."""
 
+import sys
+import types
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -24,14 +27,14 @@ def reference(hidden, weight, labels, label_smoothing):
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.9])
-@pytest.mark.parametrize("rows_at_once", [0, 1, 4, 5, 100])
+@pytest.mark.parametrize("chunk", [0, 1, 100])  # single rows, as many as d_model, all
 @pytest.mark.parametrize(
-    ("tokens", "d_model", "vocab_size", "ignored"), [(20, 8, 11, 0), (20, 8, 11, 7), (1, 3, 2, 0), (5, 2, 301, 1)]
+    ("tokens", "d_model", "vocab_size", "ignored"), [(20, 8, 11, 0), (23, 8, 11, 7), (1, 3, 2, 0), (5, 2, 301, 1)]
 )
 def test_value_and_gradients_equal_cross_entropy(
-    monkeypatch, tokens, d_model, vocab_size, ignored, rows_at_once, label_smoothing
+    monkeypatch, tokens, d_model, vocab_size, ignored, chunk, label_smoothing
 ):
-    monkeypatch.setattr(loss, "CHUNK_BYTES", rows_at_once * vocab_size * 4)
+    monkeypatch.setattr(loss, "CPU_CHUNK", chunk)
     hidden, weight, labels = inputs(tokens, d_model, vocab_size, ignored)
     total, count = label_smoothed_loss(hidden, weight, labels, label_smoothing)
     gradients = torch.autograd.grad(total * 0.5, (hidden, weight))
@@ -127,6 +130,97 @@ def test_bfloat16_is_close_to_float32(autocast):
         assert (gradient.float() - of_float32).norm() < 0.02 * of_float32.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_computes_in_its_dtype_and_gives_gradients_in_float32(dtype):
+    hidden, weight, labels = inputs(30, 8, 50)
+    expected = reference(hidden, weight, labels, 0.1)
+    with torch.autocast("cpu", dtype=dtype):
+        total, _ = label_smoothed_loss(hidden, weight, labels, 0.1)
+    assert total.dtype == torch.float32 and total != expected
+    torch.testing.assert_close(total, expected, rtol=1e-2, atol=0)
+    assert {g.dtype for g in torch.autograd.grad(total, (hidden, weight))} == {torch.float32}
+
+
+def test_float16_weights_with_a_large_sum_do_not_overflow():
+    # A sum of exponentials over 70,000 words is beyond float16's 65,504; probabilities are not.
+    hidden = torch.zeros(2, 4, dtype=torch.float16, requires_grad=True)
+    weight = torch.ones(70_000, 4, dtype=torch.float16, requires_grad=True)
+    total, _ = label_smoothed_loss(hidden, weight, torch.tensor([1, 2]), 0.1)
+    total.backward()
+    assert total.item() == pytest.approx(22.3125, abs=0.01)  # 2 ln 70,000
+    assert hidden.grad.abs().max() < 0.1 and weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_hidden_states_that_are_not_finite_give_a_loss_that_is_not_finite(value):
+    hidden, weight, labels = inputs(6, 4, 9)
+    hidden = hidden.detach().clone()
+    hidden[2, 1] = value
+    total, _ = label_smoothed_loss(hidden.requires_grad_(), weight, labels, 0.1)
+    total.backward()
+    assert not total.isfinite()
+
+
+def test_a_second_derivative_is_refused_rather_than_0():
+    hidden, weight, labels = inputs(6, 4, 9)
+    total, _ = label_smoothed_loss(hidden, weight, labels, 0.1)
+    (gradient,) = torch.autograd.grad(total.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+# Liger's kernel
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """A stand-in for Liger's package, with the call of its functional interface; remembers how it was called."""
+    calls = []
+
+    def kernel(input, weight, target, *, label_smoothing, reduction, accum_dtype, ignore_index=-100):
+        calls.append((reduction, accum_dtype, len(target)))
+        return reference(input, weight, target, label_smoothing)
+
+    functional = types.ModuleType("liger_kernel.transformers.functional")
+    functional.liger_fused_linear_cross_entropy = kernel
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, functional.__name__, functional)
+    return calls, kernel
+
+
+def test_ligers_kernel_is_taken_on_gpus_alone_and_only_where_installed(liger, monkeypatch):
+    assert loss._gpu_kernel("cuda") is liger[1]
+    assert loss._gpu_kernel("cpu") is None and loss._gpu_kernel("mps") is None
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", None)
+    assert loss._gpu_kernel("cuda") is None
+
+
+def test_nothing_on_a_cpu_reaches_for_liger(liger):
+    label_smoothed_loss(*inputs(6, 4, 9), 0.1)
+    assert liger[0] == []
+
+
+def test_ligers_kernel_gets_the_words_that_count_and_gives_the_same_sum(liger, monkeypatch):
+    calls, kernel = liger
+    hidden, weight, labels = inputs(12, 4, 9, ignored=5)
+    expected = label_smoothed_loss(hidden, weight, labels, 0.1)
+    monkeypatch.setattr(loss, "_gpu_kernel", lambda device_type: kernel)
+    total, count = label_smoothed_loss(hidden, weight, labels, 0.1)
+    torch.testing.assert_close((total, count), expected)
+    assert calls == [("sum", torch.float32, 7)]
+
+
+def test_a_batch_of_padding_alone_does_not_reach_liger(liger, monkeypatch):
+    calls, kernel = liger
+    monkeypatch.setattr(loss, "_gpu_kernel", lambda device_type: kernel)
+    total, count = label_smoothed_loss(*inputs(6, 4, 9, ignored=6), 0.1)
+    assert (total.item(), count.item(), calls) == (0, 0, [])
+
+
+# Memory
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers the elements of the largest result of any operation."""
 
@@ -140,9 +234,8 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_the_logits_of_all_words_are_never_held_at_once(monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 8 * 1000 * 4)
-    hidden, weight, labels = inputs(64, 4, 1000)
+def test_the_logits_of_all_words_are_never_held_at_once():
+    hidden, weight, labels = inputs(64, 8, 1000)
     with LargestTensor() as largest:
         label_smoothed_loss(hidden, weight, labels, 0.1)[0].backward()
     assert largest.elements == 8 * 1000
