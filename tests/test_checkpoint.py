@@ -355,9 +355,10 @@ def test_a_checkpoint_is_out_of_sight_before_it_is_removed(tmp_path, monkeypatch
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 
-def test_a_cut_off_state_is_named(tmp_path):
+@pytest.mark.parametrize("damage", [lambda data: data[:50], lambda data: b"garbage", lambda data: b""])
+def test_a_damaged_state_is_named(tmp_path, damage):
     path = save(tmp_path, 1, step=1) / "state" / "state.pt"
-    path.write_bytes(path.read_bytes()[:50])
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match="step-00000001/state/state.pt is damaged"):
         load_state(checkpoints(tmp_path)[0])
 
@@ -372,3 +373,15 @@ def test_a_text_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_text(tmp_path / "a.json", "new")
     assert (tmp_path / "a.json").read_text() == "old"
+
+
+def test_a_checkpoint_is_not_overwritten_by_its_average(measured):
+    newest = checkpoints(measured)[-1]
+    with pytest.raises(ValueError, match="is one of the checkpoints to average"):
+        average([newest], newest.parent / "." / newest.name, overwrite=True)
+    assert (newest / "state").exists()
+
+
+def test_a_figure_that_nothing_measured_is_named(measured):
+    with pytest.raises(ValueError, match="no checkpoint of .* has measured 'validation_los'"):
+        choose([measured], best=1, best_by="validation_los")

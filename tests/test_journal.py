@@ -39,7 +39,7 @@ def test_what_was_logged_after_a_step_is_forgotten(run, step, left):
 
 def test_a_line_that_a_kill_cut_short_is_forgotten_and_the_next_stands_alone(run):
     with open(run / "log.jsonl", "a") as log:
-        log.write('{"step": 5, "trai')
+        log.write('null\n17\n{"cake": 1}\n{"step": 5, "trai')
     assert read_log(run) == LINES
     forget_after(run, 4)
     write_line(run, {"step": 5})

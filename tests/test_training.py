@@ -347,9 +347,62 @@ def test_a_longer_training_goes_on_where_changes_are_accepted(corpus, begun, tmp
     assert json.loads((begun / "recipe.json").read_text())["recipe"]["steps"] == 13
 
 
-def test_on_another_corpus_an_accepted_training_begins_with_the_next_epoch(begun):
-    run_quietly(make_recipe(steps=6), make_corpus(seed=1), begun, accept_changes=True)
-    assert load_state(checkpoints(begun)[-1])["sampler"] == {"epoch": 1, "batches_done": 1}
+def test_on_another_corpus_an_accepted_training_begins_with_the_next_epoch_and_no_best(corpus, begun):
+    other = Corpus(corpus.tokenizer, corpus.train.select(range(30)), None, "other")
+    run_quietly(make_recipe(steps=6), other, begun, accept_changes=True)
+    state = load_state(checkpoints(begun)[-1])
+    assert state["sampler"] == {"epoch": 1, "batches_done": 1}
+    assert state["best"]["value"] is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dropout": 0.5}, {"adam_betas": [0.1, 0.2]}, {"adam_epsilon": 0.5}, {"label_smoothing": 0.5}]
+)
+def test_an_accepted_change_has_its_effect(corpus, begun, finished, changes):
+    resumed = run_quietly(make_recipe(**changes), corpus, begun, accept_changes=True)
+    unchanged = checkpoints(finished)[-1]
+    assert (resumed / "model.safetensors").read_bytes() != (unchanged / "model.safetensors").read_bytes()
+
+
+def test_a_best_by_another_measure_is_forgotten(corpus, begun):
+    recipe = make_recipe(best_by="validation_bleu", steps=6)
+    run_quietly(recipe, corpus, begun, accept_changes=True)
+    report = json.loads((begun / "report.json").read_text())
+    assert report["best_step"] == 6 and report["best_value"] == log_of(begun)[-1]["validation_bleu"]
+
+
+def test_a_checkpoint_does_not_go_on_as_another_model(corpus, begun):
+    with pytest.raises(ValueError, match="a model with encoder_layers=1 and cannot go on with 2"):
+        recipe = make_recipe()
+        recipe.model["encoder_layers"] = 2
+        run_quietly(recipe, corpus, begun, accept_changes=True)
+    with pytest.raises(ValueError, match="has another vocabulary than the corpus"):
+        tokenizer = train_tokenizer(["xy zw"] * 9, vocab_size=270)
+        other = Corpus(tokenizer, corpus.train, corpus.validation, "other")
+        run_quietly(make_recipe(), other, begun, accept_changes=True)
+
+
+def content_of(run):
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("how", ["restart", "accept_changes"])
+@pytest.mark.parametrize(
+    "changes", [{"batch_tokens": 5}, {"gradient_accumulation": 99}, {"mixed_precision": "fp16"}], ids=str
+)
+def test_what_is_refused_leaves_the_folder_as_it_was(corpus, begun, how, changes, fresh_accelerator_state):
+    before = content_of(begun)
+    with pytest.raises(ValueError):
+        run_quietly(make_recipe(**changes), corpus, begun, **{how: True})
+    assert content_of(begun) == before
+
+
+def test_trackers_that_are_not_there_are_refused(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.tracking.is_wandb_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="trackers .'wandb'. are not installed"):
+        run_quietly(make_recipe(), corpus, tmp_path / "run", trackers=["tensorboard", "wandb"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_corpus_beyond_the_learned_positions_is_refused_at_the_start(corpus, tmp_path):
@@ -658,16 +711,18 @@ def test_two_processes_train_as_one_does_and_resume_to_the_same_numbers(corpus, 
 @pytest.mark.parametrize("content", ["{not json", "[]", '{"flour": 500}'])
 def test_a_recipe_of_somebody_elses_is_not_overwritten(corpus, tmp_path, content):
     (tmp_path / "recipe.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match="is no record of a training"):
-        run_quietly(make_recipe(), corpus, tmp_path)
+    for restart in (False, True):
+        with pytest.raises(ValueError, match="is no record of a training"):
+            run_quietly(make_recipe(), corpus, tmp_path, restart=restart)
     assert (tmp_path / "recipe.json").read_text(encoding="utf-8") == content
 
 
 def test_a_restart_leaves_what_no_training_wrote(corpus, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / "checkpoints" / "of-mine").mkdir(parents=True)
     run_quietly(make_recipe(steps=2), corpus, tmp_path)
     run_quietly(make_recipe(steps=1), corpus, tmp_path, restart=True)
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    assert (tmp_path / "thesis.txt").read_text() == "mine" and (tmp_path / "checkpoints" / "of-mine").exists()
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
 
 

@@ -202,11 +202,16 @@ def load_state(checkpoint: str | Path) -> dict:
     """
     path = Path(checkpoint) / STATE / "state.pt"
     if not path.exists():
-        raise FileNotFoundError(f"{checkpoint} holds a model but no {STATE}/state.pt: it cannot be resumed from")
+        raise FileNotFoundError(
+            f"{checkpoint} holds a model but no {STATE}/state.pt: it cannot be resumed from; choose another "
+            "folder, or --restart"
+        )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is damaged ({error}): it cannot be resumed from") from error
+    except Exception as error:  # as many kinds as there are ways to damage a file
+        raise ValueError(
+            f"{path} is damaged ({error}): it cannot be resumed from; choose another folder, or --restart"
+        ) from error
 
 
 def choose(
@@ -240,6 +245,8 @@ def choose(
         record = run / "recipe.json"
         kept = json.loads(record.read_text(encoding="utf-8"))["recipe"]["keep_last"] if record.exists() else None
         wanted = min(kept or len(existing), len(existing))
+    if best is not None and not existing:
+        raise ValueError(f"no checkpoint of {run} has measured {best_by!r}: is it 'validation_loss' that you mean?")
     if len(existing) < wanted:
         raise ValueError(f"{run} has kept {len(existing)} such checkpoints, and {wanted} were asked for")
     return existing[-wanted:]
@@ -267,6 +274,8 @@ def average(folders: Iterable[str | Path], output: str | Path, overwrite: bool =
     for folder in folders:
         if not (folder / WEIGHTS).exists():
             raise FileNotFoundError(f"{folder} holds no {WEIGHTS}")
+    if Path(output).resolve() in {folder.resolve() for folder in folders}:
+        raise ValueError(f"{output} is one of the checkpoints to average: choose another output")
     last = folders[-1]
     vocabulary = _vocabulary(last)
     for folder in folders:

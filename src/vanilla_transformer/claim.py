@@ -46,24 +46,36 @@ def newest_to_go_on_from(run: str | Path, identity: dict, accept_changes: bool =
     Raises:
         ValueError: the folder holds another training, or is somebody else's.
     """
-    run = Path(run)
-    existing = checkpoints(run)
-    if not (run / RECORD).exists():
-        if existing:
-            raise ValueError(
-                f"{run} holds checkpoints but no {RECORD} to say of what: choose another folder, or --restart"
-            )
-        return None
-    try:
-        known = json.loads((run / RECORD).read_text(encoding="utf-8"))
-        known["recipe"], known["corpus"], known["processes"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{run / RECORD} is no record of a training: choose another folder") from error
+    existing, known = checkpoints(run), read_record(run)
     if not existing:
         return None
+    if known is None:
+        raise ValueError(f"{run} holds checkpoints but no {RECORD} to say of what: choose another folder, or --restart")
     if not accept_changes:
         refuse_changes(run, known, identity)
     return existing[-1]
+
+
+def read_record(run: str | Path) -> dict | None:
+    """What `record` wrote.
+
+    Args:
+        run: the run's folder.
+
+    Returns:
+        "recipe", "corpus" and "processes" of the training that the folder holds; `None` where there is no record.
+
+    Raises:
+        ValueError: the file is somebody else's.
+    """
+    path = Path(run) / RECORD
+    if not path.exists():
+        return None
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return {name: known[name] for name in ("recipe", "corpus", "processes")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no record of a training: choose another folder") from error
 
 
 def refuse_changes(where: str | Path, known: dict, identity: dict):

@@ -108,6 +108,7 @@ def train(
     if restart and accept_changes:
         raise typer.BadParameter("give either --restart or --accept-changes")
     trackers = [name for name in track if name != "none"]
+    logging.disable_progress_bar()  # of files being saved, which would break up the one of the training
     saved = training.train(
         load_recipe(recipe), preparation.load_corpus(corpus), output, trackers, workers, restart, accept_changes
     )

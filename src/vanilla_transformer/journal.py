@@ -8,6 +8,12 @@ from matplotlib.figure import Figure
 from .checkpoint import write_text
 
 LOG, REPORT, CURVES = "log.jsonl", "report.json", "curves.png"
+LABELS = {
+    "training_loss": "training, label-smoothed",
+    "validation_loss": "validation",
+    "validation_bleu": "validation BLEU",
+    "learning_rate": "learning rate",
+}
 
 
 def write_line(run: str | Path, figures: dict):
@@ -35,16 +41,18 @@ def read_log(run: str | Path) -> list[dict]:
         run: the run's folder.
 
     Returns:
-        Figures by name, in the order of their steps; nothing where there is no log. A line that a kill cut short is
-        passed over.
+        Figures by name, in the order of their steps; nothing where there is no log. A line that a kill cut short, or
+        that is none of ours, is passed over.
     """
     path = Path(run) / LOG
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            lines.append(json.loads(line))
+            figures = json.loads(line)
         except ValueError:
             continue
+        if isinstance(figures, dict) and "step" in figures:
+            lines.append(figures)
     return lines
 
 
@@ -90,7 +98,7 @@ def draw_curves(run: str | Path):
         for name in names:
             points = [(line["step"], line[name]) for line in lines if name in line]
             if points:
-                axes.plot(*zip(*points, strict=True), marker=".", label=name.replace("_", " "))
+                axes.plot(*zip(*points, strict=True), marker=".", label=LABELS[name])
                 axes.legend()
         axes.grid(alpha=0.3)
     loss.set_ylabel("nats a token")

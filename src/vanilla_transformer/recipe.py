@@ -86,7 +86,7 @@ class Recipe:
         for name in ("learning_rate_factor", "adam_epsilon", "max_gradient_norm"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("keep_best", "validation_bleu_sentences"):
+        for name in ("seed", "keep_best", "validation_bleu_sentences"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.best_by not in ("validation_loss", "validation_bleu"):

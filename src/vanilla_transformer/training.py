@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from . import claim, cpu, journal
 from .checkpoint import checkpoints, load_state, save_checkpoint, step_of, write_text
+from .configuration_vanilla_transformer import VanillaTransformerConfig
 from .data import Collator, PairDataset, TokenBatchSampler, pair_lengths
 from .evaluation import perplexity, score, translate
 from .loss import label_smoothed_loss
@@ -41,6 +42,7 @@ from .schedule import learning_rate
 
 # Whole tensors on the main process's CPU, under plain names, however the wrappers hold them.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+NOT_FINITE = "not_finite.json"
 VERSIONS = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
@@ -117,6 +119,11 @@ def train(
         log_with=list(trackers) or None,
         project_config=ProjectConfiguration(project_dir=run, logging_dir=run / "tracking"),
     )
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise ValueError("mixed_precision='fp16' needs a GPU: use 'bf16' or 'no' on a CPU")
+    missing = {*trackers} - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
+    if missing:
+        raise ValueError(f"trackers {sorted(missing)} are not installed: install them, or pass others")
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and plugin.mixed_precision_policy is not None:
         # Accelerate would round the sums, of losses and of gradients, to half precision.
@@ -129,8 +136,10 @@ def train(
         for setting in (cpu.keep_freed_memory(), cpu.use_fastest_exact_products()):
             accelerator.print(setting)
     with _main_holds_lock(accelerator, run):
-        newest = _on_main(accelerator, lambda: _begin(run, identity, recipe.steps, restart, accept_changes))
+        newest = _on_main(accelerator, lambda: _find_newest(run, identity, recipe.steps, restart, accept_changes))
         training = Training(recipe, corpus, run, accelerator, identity, newest, workers, accept_changes)
+        # Only now, when nothing is left to be refused, is the folder touched.
+        _on_main(accelerator, lambda: _take_over(run, identity, newest))
         accelerator.init_trackers(
             run.name,
             config={
@@ -199,7 +208,11 @@ class Training:
             ranks=accelerator.num_processes,
             accumulation=recipe.gradient_accumulation,
         )
-        model = VanillaTransformerForConditionalGeneration(self.config) if newest is None else _load_model(newest)
+        next(iter(self.sampler))  # raises where the corpus makes too few batches for a step
+        if newest is None:
+            model = VanillaTransformerForConditionalGeneration(self.config)
+        else:
+            model = _load_model(newest, self.config, corpus.tokenizer)
         if recipe.activation_checkpointing:
             # Named anew in transformers 5.24.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -254,11 +267,16 @@ class Training:
             state["optimizer"],
             options=StateDictOptions(full_state_dict=True),
         )
+        for group in self.optimizer.param_groups:  # the recipe's, where changes are accepted
+            group |= {"betas": tuple(self.recipe.adam_betas), "eps": self.recipe.adam_epsilon}
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.totals, self.best = state["step"], state["totals"], state["best"]
         if accept_changes:
             self.best["evaluations_since"] = 0
+        recipe = state["identity"]["recipe"]
+        if (recipe["best_by"], state["identity"]["corpus"]) != (self.recipe.best_by, self.identity["corpus"]):
+            self.best = {"value": None, "step": None, "evaluations_since": 0}  # measured otherwise
         if _place(state["identity"]) == _place(self.identity):
             self.sampler.load_state_dict(state["sampler"])
             _set_random_state(self.accelerator.device, state["random"][self.accelerator.process_index])
@@ -316,10 +334,12 @@ class Training:
 
     def _stop(self, what, losses, pairs):
         """Raise for a loss or gradient that is not finite, and write down from which pairs it came."""
-        is_bad = ~losses.isfinite().cpu()
-        suspects = [batch for batch, bad in zip(pairs, is_bad, strict=True) if bad or not is_bad.any()]
-        numbers = gather_object([int(number) for batch in suspects for number in batch])
-        path = self.run / "not_finite.json"
+        is_bad = (~losses.isfinite()).tolist()
+        own = [(bad, number) for batch, bad in zip(pairs, is_bad, strict=True) for number in batch.tolist()]
+        everybodys = gather_object(own)
+        any_bad = any(bad for bad, _ in everybodys)  # else it is the gradient, and may be any batch's
+        numbers = [number for bad, number in everybodys if bad or not any_bad]
+        path = self.run / NOT_FINITE
         if self.accelerator.is_main_process:
             write_text(path, json.dumps({"step": self.step, "pairs": numbers}) + "\n")
         raise FloatingPointError(
@@ -474,7 +494,7 @@ class Training:
             "target_tokens": self.totals["target_tokens"],
             "skipped_steps": self.totals["skipped_steps"],
             **best,
-            "last": journal.read_log(self.run)[-1],
+            "last": next(reversed(journal.read_log(self.run)), {}),
             "checkpoints": saved,
         }
 
@@ -511,24 +531,27 @@ def accumulate_gradients(
     return torch.stack(losses)
 
 
-def _begin(run, identity, steps, restart, accept_changes):
-    """Claim the folder for a training; returns the checkpoint to go on from, or `None`."""
-    if restart:  # what a training writes, and nothing else that may lie there
-        for name in ("checkpoints", "tracking"):
-            shutil.rmtree(run / name, ignore_errors=True)
-        for name in (claim.RECORD, journal.LOG, journal.REPORT, journal.CURVES, "not_finite.json"):
-            (run / name).unlink(missing_ok=True)
+def _find_newest(run, identity, steps, restart, accept_changes):
+    """The checkpoint to go on from, or `None` to begin; refuses a folder that is another training's or finished."""
+    if restart:
+        claim.read_record(run)  # refuses a folder of somebody else's
+        return None
     newest = claim.newest_to_go_on_from(run, identity, accept_changes)
     done = 0 if newest is None else step_of(newest)
-    if (run / journal.REPORT).exists():
-        if not accept_changes or done >= steps:
-            raise FileExistsError(
-                f"{run} holds a finished training of {done} steps: choose another folder, or --restart"
-            )
-        (run / journal.REPORT).unlink()
-    claim.record(run, identity)
-    journal.forget_after(run, done)
+    if (run / journal.REPORT).exists() and (not accept_changes or done >= steps):
+        raise FileExistsError(f"{run} holds a finished training of {done} steps: choose another folder, or --restart")
     return newest
+
+
+def _take_over(run, identity, newest):
+    """Remove what an earlier training wrote beyond its newest checkpoint, or all of it, and write down whose it is."""
+    for name in (journal.REPORT, journal.CURVES, NOT_FINITE):
+        (run / name).unlink(missing_ok=True)
+    if newest is None:  # what a training writes, and nothing else that may lie there
+        for folder in (*(run / "checkpoints").glob("step-*"), *(run / "checkpoints").glob(".step-*"), run / "tracking"):
+            shutil.rmtree(folder, ignore_errors=True)
+    claim.record(run, identity)
+    journal.forget_after(run, 0 if newest is None else step_of(newest))
 
 
 def _last_good(run):
@@ -563,11 +586,23 @@ def _on_main(accelerator, act: Callable):
     return outcome[0]
 
 
-def _load_model(checkpoint):
-    """The model of a checkpoint, in float32."""
+def _load_model(checkpoint, config, tokenizer):
+    """The model of a checkpoint, in float32, with the dropout of a recipe that may be another."""
     try:
-        return VanillaTransformerForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    except (OSError, SafetensorError) as error:
+        known = VanillaTransformerConfig.from_pretrained(checkpoint)
+        vocabulary = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+        if vocabulary != json.loads(tokenizer.backend_tokenizer.to_str())["model"]:
+            raise ValueError(f"{checkpoint} has another vocabulary than the corpus, and cannot go on with that")
+        for name in sorted(VanillaTransformerConfig.__annotations__):
+            if "dropout" not in name and getattr(known, name) != getattr(config, name):
+                raise ValueError(
+                    f"{checkpoint} is a model with {name}={getattr(known, name)!r} and cannot go on with "
+                    f"{getattr(config, name)!r}: choose another folder, or --restart"
+                )
+        return VanillaTransformerForConditionalGeneration.from_pretrained(
+            checkpoint, config=config, dtype=torch.float32
+        )
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{checkpoint} is damaged ({error}): choose another folder, or --restart") from error
 
 
