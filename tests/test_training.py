@@ -642,7 +642,7 @@ def fresh_module(accelerator):
 
 def main_of_splits(folder):
     """What `torchrun` runs in each of two processes: the gradient of every split."""
-    accelerator, corpus = Accelerator(), make_corpus()
+    accelerator, corpus = Accelerator(cpu=True), make_corpus()
     module = fresh_module(accelerator)
     for name, split in SPLITS.items():
         for label_smoothing in (0.0, 0.1):
